@@ -62,9 +62,9 @@ def nearest_alternatives(
 
 
 def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
-    """Return the fastest plan in which the axis that an alternative is about has the alternative's size.
+    """Return the fastest plan with the size of an axis that an alternative has instead of the chosen one, such as tp 4.
 
-    Returns None if the alternative is that plan, or if its choice is not about an axis.
+    Returns None if the alternative is that plan, or if it does not change the size of an axis of `MODEL_AXES`.
     """
     one, mesh = chosen.plan.mesh, other.plan.mesh
     axis = next((axis for axis in MODEL_AXES if getattr(mesh, axis) != getattr(one, axis)), None)
@@ -96,7 +96,7 @@ Topic = Literal["fit", "batch", "speed"]
 
 
 def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
-    """Yield (topic, choice in words, candidate) of candidates that differ in one choice and its consequences."""
+    """Yield (topic, choice in words, candidate) for each change of one choice and of the fields that depend on it."""
     for topic, choice, words in (*_meshes(chosen.plan), *_sharing(chosen.plan), *_words(problem, chosen)):
         recompute = words.pop("recompute", chosen.plan.recompute)
         other = change_line(problem, chosen, **words)

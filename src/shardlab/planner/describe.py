@@ -115,7 +115,7 @@ def _recomputed(plan: Plan, blocks: int) -> str:
 
 
 def _within(mesh: Mesh, axis: str, cluster: Cluster) -> str:
-    """Return a clause that says whether the ranks of an axis share a node."""
+    """Return a clause that says whether the ranks of an axis share a node ("": the cluster has only one node)."""
     if cluster.nodes == 1:
         return ""
     ranks = mesh.group(0, axis).ranks
@@ -220,7 +220,7 @@ def summary(candidate: Candidate) -> str:
 
 
 def _particulars(plan: Plan) -> dict[str, bool]:
-    """Return whether a plan makes each of some unusual choices, by the choice in two or three words."""
+    """Return, for each of some unusual choices in two or three words, whether a plan makes it."""
     mesh, shards = plan.mesh, plan.shard_optimizer
     return {
         "state along cp": "cp" in shards,

@@ -192,7 +192,7 @@ class ErrorModel:
 
 
 def _part(name: str) -> str:
-    """Return the part of an entry of the shares. Idle time counts as compute, since other ranks compute then."""
+    """Return the part to which an entry of `shares` belongs. Idle time is compute, since other ranks compute then."""
     return COMPUTE if name in (COMPUTE, IDLE) else f"communication{name[name.rindex(' on ') :]}"
 
 

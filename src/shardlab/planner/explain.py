@@ -21,7 +21,7 @@ def explain_choice(choice: PlanChoice) -> dict[str, list[str]]:
 
 
 def _state(choice: PlanChoice) -> list[str]:
-    """Return lines about the model state on one device, and on each device under each stage of ZeRO."""
+    """Return lines about memory: the model state without and with ZeRO, the activations, and the chosen plan."""
     problem, precision = choice.problem, choice.best.candidate.precision
     room, devices, count = problem.cluster.device.memory, problem.cluster.size, problem.model.parameter_count
     zero = [

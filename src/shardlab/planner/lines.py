@@ -221,7 +221,10 @@ def _is_usual(problem: Problem, mesh: Mesh) -> bool:
 
 
 def _least_pp(problem: Problem) -> int:
-    """Return the least power of two of pipeline ranks, a node each, that hold weights and gradients of 16 bits."""
+    """Return the smallest number of pipeline ranks, a power of two, that can hold weights and gradients in 16 bits.
+
+    Each pipeline rank has the memory of a whole node.
+    """
     needed = 4 * problem.model.parameter_count / (problem.cluster.device.memory * problem.cluster.per_node)
     return 1 << max(0, ceil(needed) - 1).bit_length()
 

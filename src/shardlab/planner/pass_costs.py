@@ -117,7 +117,7 @@ class PassCosts:
         )
 
     def cluster_prices(self, candidate: Candidate) -> ClusterPrices:
-        """Return the prices of a candidate's ops, which do not depend on its layers."""
+        """Return the prices of a candidate's ops. Candidates with the same mesh, precision and so on share them."""
         plan = candidate.plan
         key = (plan.mesh, candidate.precision.name, plan.recompute_inside, bool(plan.shard_gradients))
         if key not in self._prices:
@@ -203,9 +203,9 @@ class LayerPrices:
         return saved + (self.activation_bytes(sizes, layer) if keeps_input else 0.0)
 
     def activation_bytes(self, sizes: Sizes, activation: int) -> float:
-        """Return the bytes of an activation, the input of its layer. Tokens (activation 0) count as 0 bytes.
+        """Return a rank's bytes of an activation, the input of the layer with the same number.
 
-        tp slices it by heads, by logits, or along the sequence.
+        Tokens (activation 0) count as 0 bytes. tp slices an activation by heads, by logits, or along the sequence.
         """
         if not activation:
             return 0.0
@@ -245,7 +245,7 @@ class LayerPrices:
         return forward, backward
 
     def _attention(self, layer: int, slices: int) -> tuple[float, float]:
-        """Return the seconds of attention's passes over all blocks of keys and values that arrive."""
+        """Return the seconds of attention's forward and backward pass, with the exchanges between ranks of cp."""
         degree = self.plan.ulysses
         queries, pieces = self._tokens * degree, self.mesh.cp // degree if self.plan.context == "ring" else 1
         keys, size = self.model.seq_len // pieces, self.line.micro_batch_size

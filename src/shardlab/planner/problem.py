@@ -92,7 +92,7 @@ class Limits:
         return fixed_size in (None, size) and size <= self.most.get(name, size)
 
     def allow(self, plan: Plan) -> bool:
-        """Return whether a plan's mesh and all its fields satisfy the limits."""
+        """Return whether a plan satisfies the limits of axes and fields. The limit of microbatches is not checked."""
         sizes = plan.mesh.sizes()
         values = {**sizes, **{name: getattr(plan, name) for name in self.fields}}
         if any(values[name] != value for name, value in self.fixed.items()):
@@ -166,7 +166,7 @@ ORDER = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP")
 
 
 def family(plan: Plan) -> str:
-    """Return the family of a plan: its kinds of parallelism besides data parallelism, or else its stage of ZeRO.
+    """Return the family of a plan: its parallelism besides data parallelism, or if it has none, its `sharding_name`.
 
     >>> family(Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",)))
     'ZeRO-1'

@@ -15,7 +15,8 @@ class PlanOutcome:
     Attributes:
         candidate: the plan, microbatch and precision.
         forecast: predicted time and memory.
-        corrected: seconds of a step, corrected by measured steps (None: nothing was measured).
+        corrected: seconds of a step, measured or corrected by measured steps (None: no step was measured, or the plan
+            neither ran nor is predicted to fit).
         ran_out: whether the plan ran out of memory in a measured run.
     """
 
@@ -65,7 +66,7 @@ class Results:
 
     Attributes:
         outcomes: all candidates that were simulated.
-        lines: number of lines that were guessed (see `shardlab.planner.lines`).
+        lines: number of lines that were considered (see `shardlab.planner.lines`).
         refused: candidates that cannot be run.
         improvements: improvements of the best plan, in order.
         searched: families whose search ended before the budget was used up.

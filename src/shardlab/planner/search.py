@@ -142,10 +142,10 @@ def _bytes_at(known: dict[float, float], guess: Guess, share: float) -> float:
 class Corrections:
     """Corrections of guesses, learned from forecasts of plans of the same kind.
 
-    Seconds are corrected by a factor, and bytes by a sum.
+    A correction of seconds is a factor. A correction of bytes is a number of bytes to add.
 
     Args:
-        unknown: the correction before any is learned.
+        unknown: correction of guesses for which none has been learned.
     """
 
     def __init__(self, unknown: float) -> None:

@@ -58,7 +58,7 @@ class GradedCell:
 
     @property
     def chosen(self) -> TriedPlan | None:
-        """First configuration of the ranking that ran (None: none ran)."""
+        """First of the configurations that ran, in the order of the ranking (None: none ran)."""
         return next(iter(self._ran), None)
 
     @property
@@ -73,7 +73,7 @@ class GradedCell:
 
     @property
     def regret_of_first(self) -> float:
-        """Regret of the fastest of the first `FIRST` configurations of the ranking that ran."""
+        """Regret of the fastest of the first `FIRST` configurations that ran, in the order of the ranking."""
         return self._lost(self._ran[:FIRST])
 
     @property
@@ -116,7 +116,7 @@ class Grades:
         first_runs: number of cells in which the first configuration of the ranking ran.
         time, memory: mean sizes of the relative errors of the predicted time and memory of good configurations.
         time_bias, memory_bias: means of the same errors with their signs, positive if predictions are too large.
-        refused: share of the configurations that ran which are predicted not to fit.
+        refused: number of configurations that ran although they are predicted not to fit, as a share of all that ran.
         seconds: mean CPU seconds of a prediction.
     """
 

@@ -56,7 +56,7 @@ def predict(run: PublishedRun) -> Prediction:
 
 
 def measured_as(memory: Memory, held: DeviceMemory) -> float:
-    """Return the predicted bytes on the fullest GPU, counted as a measurement with this content counts them."""
+    """Return the predicted bytes on the fullest GPU, counted as in measurements of this kind (`records.Memory`)."""
     return {"allocated": held.logged_allocated, "reserved": held.logged}.get(memory, held.total)
 
 

@@ -175,7 +175,7 @@ def _find_word(text: str, names: Iterable[str], unknown: str) -> str:
 
 
 def _usual(record: RunRecord) -> str:
-    """Return the name of the usual recipe: of FSDP or DeepSpeed for ZeRO-3, else of Megatron; newer with FP8 units."""
+    """Return the name of the usual recipe for the run's stage of ZeRO, and for a device with or without FP8 units."""
     sharded, recent = record.parallelism.zero_stage == 3, "float8" in device_of(record.hardware).flops
     if sharded:
         return "fsdp2" if recent else "deepspeed"
@@ -325,9 +325,9 @@ def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
 def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool) -> tuple[int, ...]:
     """Return the `layers_per_stage` of a plan.
 
-    If the number of stages divides the number of blocks plus two, but not the number of blocks, the first and the last
-    stage have one block fewer, since embedding and head take time as well (Megatron's standalone embedding; Llama 3,
-    arXiv 2407.21783, section 3.3.2).
+    The first and the last stage have one block fewer, since embedding and head take time as well (Megatron's standalone
+    embedding; Llama 3, arXiv 2407.21783, section 3.3.2), if the number of stages divides the number of blocks plus two,
+    and either does not divide the number of blocks or `fewer_at_ends` is true.
 
     >>> layers_per_stage(10, 4, fewer_at_ends=True, halves=False)
     (2, 3, 3, 2)

@@ -143,7 +143,7 @@ def _limit_memory(
 ) -> None:
     """Limit the memory of a rank's activations. It grows at the start of a pass, and shrinks at the end of a pass.
 
-    Amounts are rounded so that no schedule that fits is excluded, so lower bounds are valid.
+    Amounts are rounded so that no schedule that fits is excluded. Lower bounds are therefore valid.
     """
     times: list[Any] = []
     changes: list[int] = []

@@ -282,7 +282,8 @@ class _StagePasses:
     Attributes:
         places: first and last op of each pass on the rank's tape.
         spans: start and end of each pass.
-        activation, kept: bytes that the forward pass leaves in memory, and bytes after the input half.
+        activation: bytes that the forward pass leaves in memory.
+        kept: bytes of this stage that are in memory from the input half to the end of the weight half.
     """
 
     places: tuple[tuple[int, int], ...]

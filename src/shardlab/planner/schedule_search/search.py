@@ -51,7 +51,7 @@ class FoundSchedule:
         timing: the schedule and its times.
         published: published schedules for these sizes, the fastest first.
         lower_bound: lower bound of the time of all schedules.
-        source: schedule with which the search for the best one began: the name of a published schedule, or "greedy".
+        source: name of the published schedule from which the best one was found, or "greedy".
         evaluations: number of schedules that the search tried.
         history: at each improvement, the seconds since the start of the search and the time of the best schedule.
         placed: the schedule with its messages, if already known (None: computed from `timing`).
