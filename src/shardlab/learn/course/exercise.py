@@ -1,4 +1,4 @@
-"""An exercise of the course: its statement, its goals, typical mistakes, and the three texts of its file.
+"""An exercise of the course: its statement, its goals, typical mistakes, and the files generated from its module.
 
 Every exercise is one Python module of `exercises/`. The module is the reference solution, and everything else is
 generated from its text:

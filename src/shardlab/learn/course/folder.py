@@ -1,9 +1,10 @@
 """Folder of a student: a file for each exercise, and the progress.
 
-`CourseFolder.create` writes the folder, `CourseFolder.open` reads it. A folder of another version of Shardlab is
-migrated when it is opened: exercises that are new get their file, and a file that the student has not touched is
-replaced if its start has changed. Files with a student's work are never overwritten, except by `reset`, which keeps a
-copy. `grade_file` grades a file, and `notebook` creates the starter notebook of an exercise.
+The *start* of an exercise is the content of its file before any work of the student. `CourseFolder.create` writes the
+folder, `CourseFolder.open` reads it. A folder of another version of Shardlab is migrated when it is opened: exercises
+that are new get their file, and a file that the student has not touched is replaced if its start has changed. Files
+with a student's work are never overwritten, except by `reset`, which keeps a copy. `grade_file` grades a file, and
+`notebook` creates the starter notebook of an exercise.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.strategies.schedules import Schedule
 
 Stage = Literal["refused", "technique", "goals", "passed"]
-"""Stage of the grading at which a solution fails."""
+"""Stage of the grading at which a solution fails ("passed": it does not fail)."""
 
 TOLERANCE = 1e-6
 """Relative amount by which a time may exceed its goal, since times are sums of floating-point numbers."""
@@ -152,7 +152,7 @@ class ExerciseGrade:
 
     @property
     def goals_text(self) -> str:
-        """The rows of the comparison in one line."""
+        """The figures with their goals, in one line."""
         return "; ".join(f"{row.name} {row.value}, goal {row.goal or 'none'}" for row in self.rows())
 
     def _repr_html_(self) -> str:
@@ -347,10 +347,10 @@ def _is_missed(value: float, goal: float | None) -> bool:
 
 
 def _excess(exercise: Exercise, checked: Checked, timeline: Timeline) -> str:
-    """Say of which values a solution holds more than the reference solution; "" if of none.
+    """Return the end of a sentence: the values of which a solution holds more than the reference solution; "" if none.
 
-    The fullest rank is compared at its fullest op with the same op of the reference solution, or if there is none with
-    the fullest.
+    The rank with the largest peak is compared at the op where it holds most. On the same rank of the reference
+    solution, the same op is looked at, or if there is none, the op where that rank holds most.
     """
     rank = max(range(len(timeline.events)), key=timeline.peak_memory_by_rank.__getitem__)
     reference = _checked(exercise, find_exercise(exercise.number).solution)
@@ -411,7 +411,7 @@ def _never_awaited(checked: Checked) -> str:
 
 
 def _general_advice(result: ExerciseGrade) -> str:
-    """Return the advice for a missed goal, or an update that is missing, that matches no mistake; otherwise ""."""
+    """Return advice for a missed goal or a missing update that matches no mistake of the exercise; otherwise ""."""
     if "is never updated" in result.finding:
         return "which part of the step is still missing? Every layer that is loaded is updated at the end."
     if result.stage != "goals" or result.checked is None or result.timeline is None:
@@ -450,7 +450,10 @@ def _general_advice(result: ExerciseGrade) -> str:
 
 
 def _surplus_traffic(exercise: Exercise, checked: Checked) -> tuple[int, int] | None:
-    """Return the rank and the index of the first communication that the reference solution lacks, or has less often."""
+    """Return the rank that sends most, and the index of its first op that the reference solution issues less often.
+
+    The result is None if there is no such op.
+    """
     sent = [each.elements for each in traffic(checked)]
     rank = sent.index(max(sent))
     reference = _checked(exercise, find_exercise(exercise.number).solution)

@@ -42,7 +42,7 @@ def uses(kind: OpKind, sentence: str, *, of: Kind | None = None) -> Technique:
 
 @cache
 def avoids(kinds: frozenset[OpKind], sentence: str, *, of: Kind | None = None) -> Technique:
-    """Forbid ops on values of the kind `of` (None: of any kind). `{found}` is the first such op with its rank."""
+    """Forbid ops of `kinds` on values of kind `of` (None: any). `{found}` is the first such op and its rank."""
 
     def found(checked: Checked, rank: int) -> str:
         for kind in kinds:
@@ -85,11 +85,11 @@ def at_most_of(kinds: frozenset[OpKind], most: int, sentence: str, *, of: Kind, 
 
 @cache
 def hidden(kinds: frozenset[OpKind], sentence: str, *, of: Kind, behind: frozenset[OpKind] = PASSES) -> Technique:
-    """Require all but one of each rank's communications to overlap with compute, whatever the costs are.
+    """Require all but one of each rank's communications of `kinds` to overlap with compute, whatever the costs are.
 
-    A communication overlaps if an op of `behind` is between its start and its await. `{found}` is the number that
-    overlap, such as "3 of 4". One communication of each rank is exempt, since the first gather and the last reduction
-    have nothing to hide behind.
+    A communication overlaps if the tape has an op of `behind` between its start and its await. `{found}` is the number
+    that overlap, such as "3 of 4". One communication of each rank is exempt, since the first gather and the last
+    reduction have nothing to hide behind.
     """
 
     def found(checked: Checked, rank: int) -> str:
@@ -110,7 +110,7 @@ def hidden(kinds: frozenset[OpKind], sentence: str, *, of: Kind, behind: frozens
 def starts_before_last(
     kinds: frozenset[OpKind], sentence: str, *, of: Kind, passes: frozenset[OpKind] = PASSES
 ) -> Technique:
-    """Require every rank's first communication of some kinds to start before its last op of `passes`."""
+    """Require every rank to start its first communication of `kinds` before the last op of `passes` on this rank."""
 
     def found(checked: Checked, rank: int) -> str:
         tape, specs = checked.program.tapes[rank], checked.specs[rank]
@@ -276,9 +276,10 @@ def computes_again(sentence: str) -> Technique:
 
 @cache
 def in_flight_at_most(most: int | tuple[int, ...], sentence: str) -> Technique:
-    """Limit the passes of a pipeline rank between forward and backward pass, as papers count the memory of schedules.
+    """Limit the microbatches between forward and backward pass on a pipeline rank, as papers count schedules' memory.
 
-    A pass through one layer counts as its share of the stage, so the unit is one microbatch of one stage.
+    A microbatch counts by the share of the rank's layers that have computed its forward pass, but not its backward
+    pass.
 
     Args:
         most: limit for every rank, or one limit for each.
@@ -302,9 +303,9 @@ def in_flight_at_most(most: int | tuple[int, ...], sentence: str) -> Technique:
 
 @cache
 def reduces_in_buckets(fewest: int, most: int, sentence: str) -> Technique:
-    """Require a number of all-reduces of weights' gradients on each rank. A bucket of several layers counts once.
+    """Require `fewest` to `most` all-reduces of weights' gradients on each rank. A bucket counts once.
 
-    `{found}` is the number.
+    `{found}` is the number of all-reduces.
     """
 
     def found(checked: Checked, rank: int) -> str:
@@ -411,7 +412,7 @@ def _is_of(op: Op, specs: Mapping[int, Spec], of: Kind) -> bool:
 
 
 def _loaded_shares(checked: Checked, kind: Kind) -> list[Fraction]:
-    """Return the share that a rank loads of a layer, for all ranks and all layers of which they load a part."""
+    """Return for each rank, and each layer of which it loads a part, the share of the layer that it loads."""
     load = {Kind.WEIGHT: OpKind.LOAD_WEIGHT, Kind.OPT_STATE: OpKind.LOAD_OPT_STATE}[kind]
     shares: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
     for rank in _ranks(checked):

@@ -62,7 +62,11 @@ class PuzzleCollectives:
         return self._open[self._joined[rank]]
 
     def advance(self) -> bool:
-        """Complete a collective that all ranks have joined, or refuse different calls. False if there is none."""
+        """Complete a collective that all ranks have joined, or refuse one with different calls.
+
+        Returns:
+            Whether there was such a collective.
+        """
         for sequence_number, collective in self._open.items():
             parts = [part for part in collective.values() if part is not None]
             waiting = [part for part in parts if not part.future.done()]
@@ -154,8 +158,8 @@ class Mailboxes:
     def advance(self) -> bool:
         """Process the earliest event. Returns False if there is none.
 
-        A rank receives the message that was sent first. Of two messages sent at the same time, it is that of the lower
-        rank.
+        A rank receives the message that was sent first. Of two messages sent at the same time, the one from the lower
+        rank comes first.
         """
         messages = sorted(
             (message for message in self.messages if message.inside or not message.future.done()),

@@ -102,7 +102,7 @@ class Grade:
     Attributes:
         puzzle: the puzzle.
         error: reason why it is wrong ("": it updates every weight from the whole batch).
-        steps, end: start and end time of its last op.
+        steps, end: time at which its last op starts, and at which its last op ends, in units of `PUZZLE_COSTS`.
         peak_memory: largest number of elements on any rank.
         models: ranks after the run (empty for a strategy of a `Rank`).
         timeline: timeline of a strategy of a `Rank` (None if it is wrong).
@@ -205,7 +205,8 @@ def is_strategy(signature: inspect.Signature) -> bool:
 def timeline_of_strategy(strategy: Strategy, puzzle: Puzzle) -> Timeline:
     """Trace, check and time a strategy at a puzzle's sizes.
 
-    The mesh is one axis of ranks, unless a function `<strategy>_mesh(ranks)` beside it returns another one.
+    The mesh is one axis of ranks, unless the strategy's file has a function `<strategy>_mesh(ranks)`, which returns
+    another one.
 
     Raises:
         PuzzleRefused: if it is wrong. The message has the wrong line.

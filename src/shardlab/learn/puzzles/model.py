@@ -61,7 +61,7 @@ class Stores:
         rank: number of this rank.
         weights, opt_states, activations, grad_activations, grad_weights: the stores, with any keys. A value under two
             keys counts twice.
-        time: the rank's clock.
+        time: the rank's clock, in units of `PUZZLE_COSTS`.
         log: all its events, in order.
     """
 
@@ -315,7 +315,7 @@ class PuzzleModel(PuzzleCompute):
         return self._call("scatterreduce", f"layer {layer}", partial(self._meet, "scatterreduce", v, layer, line_now()))
 
     def pass_to(self, rank: int, v: Any) -> PuzzleCall[None]:
-        """Put any object into a rank's mailbox as soon as it is empty."""
+        """Put any object into a rank's mailbox as soon as the mailbox is empty."""
         return self._call("pass_to", f"rank {rank}", partial(self._pass, rank, v, line_now()))
 
     def receive(self) -> PuzzleCall[Any]:
