@@ -207,7 +207,7 @@ def places_of(state: State, op: Op) -> list[int]:
 
 
 def _pieces(member: Spec, of: int) -> int:
-    """Return the pieces of a member's input as a bit set: its microbatches, or the layer's slices (of `of`) in it."""
+    """Return the pieces of a member's input as a bit set: microbatches, or slices if the layer is cut into `of`."""
     if member.kind in ROW_KINDS:
         return member.microbatches
     return member.holds.refined(of).mask

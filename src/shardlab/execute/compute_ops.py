@@ -44,7 +44,10 @@ the gradient, gradient of the result, input)."""
 
 
 def forward(state: State, at: int, op: Op) -> Instruction:
-    """Run a layer, and save the tensors that its backward pass reads if the tape says so. A RECOMPUTE only saves."""
+    """Run a layer. If the op has a saved value as an output, store in it the tensors that the backward pass reads.
+
+    A RECOMPUTE has only this output.
+    """
     (x, weight, *carried), values, passes = op.inputs, state.values, state.passes[op.layer]
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
     outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]

@@ -39,7 +39,7 @@ class TapePosition(NamedTuple):
 
 
 class RankProgress:
-    """Progress of one rank as words in shared memory, followed by the text of the stacks that it was asked to write.
+    """Progress of one rank as words in shared memory, then as text the stacks that it writes on request or on failure.
 
     The memory is an anonymous file, so nothing remains when a process is killed. A started process receives it from the
     process that starts it. Other processes of the host open it by `path`.
@@ -83,7 +83,7 @@ class RankProgress:
         """Open the file of another process by its path.
 
         Raises:
-            OSError: if it is on another host, or does not exist any more.
+            OSError: if that process is on another host, or the file does not exist any more.
         """
         return cls(os.open(path, os.O_RDWR))
 

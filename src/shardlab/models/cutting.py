@@ -211,10 +211,11 @@ def cut_for(
     or a tied head needs it.
 
     Args:
-        planned: whether the program follows a plan. Pipelines of plans cut a model with a tied head into half-blocks.
+        planned: whether the program follows a plan. If it does, and has a pipeline, a model with a tied head is cut
+            into half-blocks.
         attention_apart: whether the plan needs attention as a separate op.
-        ulysses: number of neighbouring ranks of `cp` that exchange slices of sequences for heads in the plan.
-        columns: whether the program needs every matrix cut by columns.
+        ulysses: number of neighbouring ranks of `cp` among which the plan exchanges slices of sequences for heads.
+        columns: whether the program needs every matrix as a layer, cut along its output features.
         tiles: number of tiles into which each rank divides a layer that can be cut.
 
     Raises:
@@ -352,10 +353,9 @@ def _experts(steps: Sequence[Step]) -> list[int]:
 
 
 def _placed_again(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps with slots assigned a second time before the combine, if it is in another layer than the
-    dispatch.
+    """Return the steps with slots assigned again before each combine, which is in another layer than the dispatch.
 
-    Then layers pass on only the experts' numbers, which are exact in the compute dtype.
+    Layers then pass on only the experts' numbers, which are exact in the compute dtype.
     """
     again: list[Step] = []
     for step in steps:

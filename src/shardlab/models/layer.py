@@ -1,8 +1,8 @@
 """Layer of a program: a run of primitives between two points at which a program may communicate.
 
 `Run` derives all properties of a layer: its inputs and outputs, its parameters, its kernels, and the tensors that it
-keeps for its backward pass. `runs` divides a model's primitives into layers. The functions after it refuse primitives
-of users that leave out what these rules need.
+keeps for its backward pass. `runs` divides a model's primitives into layers. The functions after it refuse users'
+primitives whose descriptions are incomplete or do not fit together.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Run:
         return numbers
 
     def saved(self, rows: int, made_again: bool = True) -> int:
-        """Return the elements kept between the forward and the backward pass, beside the inputs and parameters.
+        """Return how many elements are kept between the forward and the backward pass, beside inputs and parameters.
 
         The number equals the measured one on a CPU. Elements have the compute dtype, except the log-sum-exp of an
         attention without dropout, which is float32 in half precision. A GPU keeps more: other statistics, and T x T
@@ -175,7 +175,7 @@ class Run:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the activation that enters it is kept. It is not kept if the layer only adds it to a tensor."""
+        """Whether the layer keeps its input activation for the backward pass: not if it only adds it to a tensor."""
         return self.keeps_inputs[0]
 
     @cached_property

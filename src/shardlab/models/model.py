@@ -65,7 +65,7 @@ class Model(ABC):
         """Return the position of a layer in the model as text, such as `block 31, feed-forward`."""
 
     def run(self, layer: int) -> Run:
-        """Return the primitives of a layer."""
+        """Return a layer as a run of primitives."""
         assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
         return self.runs[layer]
 

@@ -1,7 +1,7 @@
 """Models by name: an architecture, a published model, a class in a Python file, or a TOML file.
 
-`find_model` is the entry point. The last part names the files of a model's weights: one file, or several files and
-their index, as in transformers.
+`find_model` is the entry point. The functions from `index_of` to `weights_at` name the files of a model's weights: one
+file, or several files and their index, as in transformers.
 """
 
 from __future__ import annotations

@@ -244,8 +244,8 @@ def iterated_in(tensor: Tensor) -> torch.dtype:
 class Average(TensorOptimizer):
     """Exponential moving average (EMA) of tensors over their steps.
 
-    The tensor n steps ago has the weight decay ** n. The bias towards zero is corrected as in Adam (Kingma and Ba 2015,
-    arXiv 1412.6980, section 3), so the initial weights are not part of the average.
+    The tensor n steps ago contributes with the factor decay ** n. The bias towards zero is corrected as in Adam (Kingma
+    and Ba 2015, arXiv 1412.6980, section 3), so the initial weights are not part of the average.
     """
 
     def __init__(self, params: Sequence[Tensor], decay: float) -> None:

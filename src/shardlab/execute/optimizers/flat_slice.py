@@ -73,7 +73,7 @@ class SteppedRun(NamedTuple):
     """Contiguous elements of a slice that are updated in the same way.
 
     Attributes:
-        leaf: view of the weights.
+        leaf: view of the weights that the optimizer updates, or of their exact copy if there is one.
         begin, end: range of the elements in the slice.
         matrix: the matrix to which the elements belong, if the optimizer updates whole matrices.
         piece, start: index of the matrix's piece with these elements, and the first element in that piece.
@@ -229,9 +229,9 @@ class Slice:
 
         Args:
             rate: learning rate; in a captured step a float32 tensor () on the device.
-            squared_norm: squared norm of the whole model's gradient. It clips the gradient (Pascanu et al. 2013, arXiv
-                1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_). If it is not finite, the gradient is
-                dropped: now, or by the update if the norm is a tensor () on the device.
+            squared_norm: squared norm of the whole model's gradient, by which the gradient is clipped to `config.clip`
+                (Pascanu et al. 2013, arXiv 1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_). If the norm is
+                not finite, the gradient is dropped: now, or by the update if the norm is a tensor () on the device.
             scale: factor that `gradient` includes and `squared_norm` does not. The gradient is divided by it.
             direction: direction of all matrices of which the slice has parts (None: the slice has only whole matrices).
 

@@ -108,7 +108,7 @@ def attend_backward(
 
 
 def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Compute attention with a given dropout mask; all shapes are (rows, heads, T, size).
+    """Compute attention with a given dropout mask, (rows, heads, T, T). All other shapes are (rows, heads, T, size).
 
     The fused op cannot be used, because it draws its own mask.
     """
@@ -199,7 +199,7 @@ class KeyValueCache:
 
 
 def can_cache(model: Model) -> bool:
-    """Return whether generation can use a `KeyValueCache`, since tokens interact only in attention.
+    """Return whether generation can use a `KeyValueCache`: if tokens interact only in attention.
 
     Routing makes tokens interact if experts have a limited capacity.
     """

@@ -358,7 +358,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @contextmanager
 def kernel_choices(chosen: Mapping[Product, bool]) -> Generator[None, None, None]:
-    """Use these kernel choices instead of all others within a block."""
+    """Use these kernel choices instead of all others inside of the context."""
     before = KERNEL_CHOICES.copy()
     KERNEL_CHOICES.clear()
     KERNEL_CHOICES.update(chosen)
@@ -507,7 +507,9 @@ def with_auxiliary_loss(x: Tensor, loss: Tensor, share: Share) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity function of a tensor. Its backward pass also gives a loss the gradient scale as gradient."""
+    """Identity function of a tensor. Its backward pass also returns the gradient of a loss: the gradient scale, divided
+    by the number of the step's microbatches.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, share: Share) -> Tensor:

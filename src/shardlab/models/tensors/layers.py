@@ -33,8 +33,8 @@ class _PreparedStep(NamedTuple):
 
     Attributes:
         primitive: the primitive.
-        function: its definition.
-        makes: names of its results.
+        function: function that computes the primitive.
+        makes: names of the results.
         dropped: names of the tensors that no later step reads, to be freed.
     """
 

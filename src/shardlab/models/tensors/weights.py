@@ -198,7 +198,10 @@ class Matrices(Protocol):
 def read_range(
     source: Matrices, model: Model, layer: int, length: int, start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:
-    """Read elements `start` to `stop` of a layer's buffer of `length` elements, zero in gaps, and few others."""
+    """Return elements `start` to `stop` of a layer's buffer of `length` elements, zero in gaps.
+
+    Few other elements of the source are read.
+    """
     layout, run = model.layout(layer), model.run(layer)
     elements, whole = torch.zeros(stop - start, dtype=dtype), {p.name: (block, p) for block, p in run.parameters()}
     for slice in range(layout.slices):

@@ -85,12 +85,12 @@ class Context:
         return gradient
 
     def add_gradient(self, place: int, gradient: Tensor) -> None:
-        """Add to the gradient of a tensor, in the memory of `gradient`, which nothing else may read."""
+        """Add `gradient` to the gradient of a tensor. The sum overwrites `gradient`, which nothing else may read."""
         older: Tensor | None = self.gradients[place]
         self.gradients[place] = gradient if older is None else gradient.add_(older)
 
     def add_shared_gradient(self, place: int, gradient: Tensor) -> None:
-        """Add to the gradient of a tensor. `gradient` does not change, since it may belong to another tensor too."""
+        """Add `gradient` to the gradient of a tensor. `gradient` is not overwritten: another tensor may have it too."""
         older: Tensor | None = self.gradients[place]
         self.gradients[place] = gradient if older is None else gradient + older
 
