@@ -113,7 +113,7 @@ def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Comparison]]) 
         unit = median(compared.theirs.seconds)
         for y, side in ((row - 0.2, compared.ours), (row + 0.2, compared.theirs)):
             at = 0.0
-            for name, color, part in zip(Parts._fields, COLORS, side.parts(compared.floor), strict=True):
+            for name, color, part in zip(Parts._fields, COLORS, side.parts(compared.plain), strict=True):
                 label = name if row == 0 and side is compared.ours else None
                 axis.barh(y, max(0.0, part) / unit, 0.36, at, color=color, label=label)
                 at += max(0.0, part) / unit

@@ -54,5 +54,5 @@ def stand_ins(rank: int, turns: int, **sides: tuple[float, float]) -> Comparison
 
 
 def slow_stand_in(rank: int, turns: int) -> Comparison:
-    """Ours computes as long as the floor and sleeps; theirs is busy for longer and does not sleep."""
-    return stand_ins(rank, turns, floor=(0.005, 0.0), ours=(0.005, 0.3), theirs=(0.02, 0.0))
+    """Ours computes as long as the plain step and sleeps; theirs is busy for longer and does not sleep."""
+    return stand_ins(rank, turns, plain=(0.005, 0.0), ours=(0.005, 0.3), theirs=(0.02, 0.0))

@@ -14,7 +14,7 @@ from shardlab.measure.side_by_side.results import PAIRS, SIZES, Comparison, Side
 FOUND = Comparison(
     ours=Side([1.0, 10.0, 3.0], [0.5, 0.5, 0.5], 90),
     theirs=Side([2.0, 20.0, 6.0], [0.75, 0.75, 0.75], 100),
-    floor=Side([0.5, 5.0, 1.5], [0.25, 0.25, 0.25], 50),
+    plain=Side([0.5, 5.0, 1.5], [0.25, 0.25, 0.25], 50),
     our_losses=[4.0, 3.0],
     their_losses=[4.0, 3.0],
 )
@@ -22,12 +22,12 @@ FOUND = Comparison(
 
 def test_ratios_are_of_neighbouring_steps_so_that_noise_cancels() -> None:
     assert FOUND.ratio == (0.5, 0.5, 0.5)
-    assert ratios(FOUND.ours, FOUND.floor) == (2.0, 2.0, 2.0)
+    assert ratios(FOUND.ours, FOUND.plain) == (2.0, 2.0, 2.0)
 
 
-def test_a_step_is_what_the_floor_computes_overhead_and_waiting() -> None:
-    assert FOUND.ours.parts(FOUND.floor) == (0.25, 0.25, 2.5)
-    assert FOUND.theirs.parts(FOUND.floor) == (0.25, 0.5, 5.25)
+def test_a_step_is_what_the_plain_step_computes_overhead_and_waiting() -> None:
+    assert FOUND.ours.parts(FOUND.plain) == (0.25, 0.25, 2.5)
+    assert FOUND.theirs.parts(FOUND.plain) == (0.25, 0.5, 5.25)
 
 
 def test_memory_is_a_ratio_of_peaks() -> None:

@@ -82,6 +82,6 @@ def test_a_slower_side_is_seen_as_slower_and_where(ranks: Worlds) -> None:
     found, others = ranks(2).call(jobs.slow_stand_in, 3)
     assert found == others, "every rank gives the slowest rank's steps"
     assert found.ratio.median > 1
-    ours, theirs = (side.parts(found.floor) for side in (found.ours, found.theirs))
+    ours, theirs = (side.parts(found.plain) for side in (found.ours, found.theirs))
     assert ours.waiting > 0.1 > ours.overhead
     assert theirs.overhead > 0.01

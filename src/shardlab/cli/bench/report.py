@@ -124,9 +124,9 @@ def add_rows(report: Report, rows: Sequence[PairRow], ranks: int) -> None:
     report.line(
         "[dim]time, memory: ours divided by PyTorch's; middle half: range of half of the ratios\n"
         "memory: peak bytes of tensor storages in a step, parameters included\n"
-        "floor: a rank's share in plain PyTorch, without communication\n"
-        "compute: CPU time of the floor; overhead: further CPU time of a rank's thread;\n"
-        "waiting: time in which the thread uses no core[/]"
+        "plain step: a rank's share of the work in plain PyTorch, without communication\n"
+        "compute: CPU time of the plain step; overhead: CPU time of a rank beyond that\n"
+        "waiting: time in which the rank's thread uses no core[/]"
     )
 
 
@@ -284,13 +284,13 @@ def _add_passes(report: Report, rows: Sequence[PairRow]) -> None:
 
 
 def _add_parts(report: Report, rows: Sequence[PairRow]) -> None:
-    table = table_of("step of", "", "ms", "compute", "overhead", "waiting", "over floor", words=2)
+    table = table_of("step of", "", "ms", "compute", "overhead", "waiting", "over plain", words=2)
     for row in rows:
         if (found := row.compared) is None:
             continue
         for name, whose, side in ((row.pair.name, "ours", found.ours), ("", "PyTorch's", found.theirs)):
-            cells = (median(side.seconds), *side.parts(found.floor))
-            over = ratios(side, found.floor).median
+            cells = (median(side.seconds), *side.parts(found.plain))
+            over = ratios(side, found.plain).median
             table.add_row(name, whose, *(f"{each / MILLI:,.1f}" for each in cells), f"{over:.2f}")
     report.line(table)
     report.line()

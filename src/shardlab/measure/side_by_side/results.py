@@ -47,7 +47,7 @@ class Parts(NamedTuple):
     """Parts of the time of a typical step, in seconds.
 
     Attributes:
-        compute: CPU time of the lower bound's thread: kernels and autograd of plain PyTorch.
+        compute: CPU time of a plain step's thread: kernels and autograd of plain PyTorch.
         overhead: CPU time of this side's thread beyond `compute`; negative if it is less.
         waiting: the rest of the step, in which the thread waits for another rank or for a core.
     """
@@ -71,9 +71,9 @@ class Side:
     computing: list[float]
     peak: int
 
-    def parts(self, floor: Side) -> Parts:
-        """Return the parts of the time of a step, given the steps of the lower bound."""
-        whole, had, compute = median(self.seconds), median(self.computing), median(floor.computing)
+    def parts(self, plain: Side) -> Parts:
+        """Return the parts of the time of a step, given the plain steps."""
+        whole, had, compute = median(self.seconds), median(self.computing), median(plain.computing)
         return Parts(compute, had - compute, max(0.0, whole - had))
 
 
@@ -93,14 +93,15 @@ class Comparison:
     """Comparison of a pair.
 
     Attributes:
-        ours, theirs, floor: timed steps of both sides and of the lower bound.
+        ours, theirs: timed steps of both sides.
+        plain: timed plain steps, which compute a rank's share of the work without communication.
         our_losses, their_losses: mean loss of every step, including warm-up.
         transport: transport of both sides: "shared", "gloo" or "nccl".
     """
 
     ours: Side
     theirs: Side
-    floor: Side
+    plain: Side
     our_losses: list[float]
     their_losses: list[float]
     transport: str = ""
@@ -132,15 +133,15 @@ class Comparison:
             "loss_error": self.loss_error,
             "ratio": self.ratio._asdict(),
             "memory_ratio": self.memory,
-            "floor": {"seconds": median(self.floor.seconds), "turns": self.floor.seconds},
+            "plain": {"seconds": median(self.plain.seconds), "turns": self.plain.seconds},
             **{name: self._side(side) for name, side in (("ours", self.ours), ("theirs", self.theirs))},
         }
 
     def _side(self, side: Side) -> dict[str, Any]:
         return {
             "seconds": median(side.seconds),
-            "parts": side.parts(self.floor)._asdict(),
-            "over_floor": ratios(side, self.floor)._asdict(),
+            "parts": side.parts(self.plain)._asdict(),
+            "over_plain": ratios(side, self.plain)._asdict(),
             "peak_bytes": side.peak,
             "turns": side.seconds,
         }

@@ -72,8 +72,8 @@ from shardlab.train.launch.ranks import backend_of
 
 Make = Callable[[], Contender]
 
-SIDES = ("theirs", "ours", "floor")
-"""Names of the sides, in the order of their steps. "floor" is the lower bound."""
+SIDES = ("theirs", "ours", "plain")
+"""Names of the sides, in the order of their steps. "plain" is `LowerBound`."""
 
 
 def side_makers(
@@ -101,7 +101,7 @@ def side_makers(
             return TensorParallelLoop(module, tensor_parallel(module, world), batches, 0, device, reports=rank == 0)
         return Loop(*WRAPPERS[pair.name](module, world), batches, rank, device)
 
-    return {"theirs": theirs, "ours": ours, "floor": lambda: lower_bound_of(pair, size, ranks, rank, device)}
+    return {"theirs": theirs, "ours": ours, "plain": lambda: lower_bound_of(pair, size, ranks, rank, device)}
 
 
 def lower_bound_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> LowerBound:
@@ -156,7 +156,7 @@ def find_transport(device: torch.device, transport: str = "") -> str:
 def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Comparison:
     """Create all sides by the functions in `makes`, alternate their steps, and return the comparison."""
     timed, losses = take_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
-    return Comparison(timed["ours"], timed["theirs"], timed["floor"], losses["ours"], losses["theirs"])
+    return Comparison(timed["ours"], timed["theirs"], timed["plain"], losses["ours"], losses["theirs"])
 
 
 @kernel_choices({})
