@@ -134,7 +134,7 @@ LENGTHS = (1, 5, 2, 8, 3)
 
 COMPUTE_SECONDS = (0.5e-3, 5e-3)
 """Seconds of the computations between two collectives, in short and in long rounds. A short round represents half of a
-small block under tensor parallelism, and a long round a block of a larger model."""
+small block under tensor parallelism, and a long round a whole block of a model."""
 
 
 def measure_overlap(

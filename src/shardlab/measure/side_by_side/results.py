@@ -108,7 +108,7 @@ class Comparison:
 
     @property
     def loss_error(self) -> float:
-        """Largest relative difference of two losses; NaN if one of them is NaN."""
+        """Largest relative difference of the two sides' losses of the same step; NaN if a loss is NaN."""
         return loss_difference(self.our_losses, self.their_losses)
 
     @property
@@ -282,7 +282,7 @@ PAIRS = {
 
 
 def find_pairs(names: tuple[str, ...], passes: str = "none") -> list[StrategyPair]:
-    """Return the pairs with these names, or all pairs.
+    """Return the pairs with these names, or all pairs if there are no names.
 
     Args:
         passes: names of the passes that rewrite our programs.

@@ -80,7 +80,7 @@ class GradedCell:
     def rank_correlation(self) -> float | None:
         """Spearman correlation of predicted and measured speeds (None: fewer than two ran, or all are equally fast)."""
         ran = [(each.predicted, each.measured) for each in self.candidates if each.predicted and each.measured]
-        with suppress(StatisticsError):  # all ranks are equal
+        with suppress(StatisticsError):  # fewer than two ran, or all are equally fast
             return correlation(_ranks([one for one, _ in ran]), _ranks([other for _, other in ran]))
 
     @property

@@ -95,7 +95,8 @@ class StepProblem:
         """
         tries = [self._fitting(each, search) for each in self.pipelines]
         results = [(found, estimate) for found, estimate in tries if estimate is not None]
-        published = {each.name: (each, found) for found, _ in tries for each in found.published}  # whole passes last
+        # A published schedule that both problems have is taken from the last one, with whole backward passes.
+        published = {each.name: (each, found) for found, _ in tries for each in found.published}
         ordered = sorted(published.values(), key=lambda each: (each[0].time, each[0].name))
         replayed: list[Published] = []
         for each, found in ordered:
