@@ -347,10 +347,10 @@ def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
 
 
 NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
-"""Categories whose tensors are known. All other bytes are activations, including tensors saved by layers."""
+"""Categories of memory whose tensors are known. All other bytes are activations, including tensors saved by layers."""
 
 PASSING = {Kind.WEIGHT: "gathered", Kind.GRAD_WEIGHT: "gradients"}
-"""Categories of the values of a tape that are not activations."""
+"""Categories of values, by kind. Values of all other kinds count as activations."""
 
 
 class TrackedStorages:

@@ -377,7 +377,7 @@ def _sliced(
         if columns:
             made = [step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)]
             mine = set(made[:1])
-            if made:  # slices output slices of the result, and read their part of a complete gradient
+            if made:  # each slice outputs some features, and reads their part of a complete gradient
                 own_steps = [step._replace(primitive=replace(step.primitive, takes_own=True)) for step in run.steps]
                 run = replace(run, steps=tuple(own_steps))
         own = {index: count for index, count in pieces.items() if index in mine}

@@ -29,7 +29,8 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 """Fields of Llama 3.1's rotary positions, in the order of `RopeScaling`."""
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "squared_relu"}
-"""Activations by their names in transformers. Of two names for one activation, the first is written."""
+"""Activations by their names in transformers. If an activation has several names, config.json is written with the
+first one."""
 
 GATES = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu", "gelu_new": "geglu"}
 """Activations of gated feed-forward networks by their names in transformers."""

@@ -138,7 +138,7 @@ class Slice:
             at += len(run)
         self.optimizers = torch_optimizers(config, *roles)
         self._muon = next((each for each in self.optimizers if isinstance(each, Muon)), None)
-        self.dropped: Tensor | None = None  # (), 1 if the gradient in `take` is not finite; None: it is finite
+        self.dropped: Tensor | None = None  # (), 1 if the update must drop the gradient of `take`; None: it need not
         self.copied = 0  # bytes of copies of the gradient in `take`
 
     def carry(self, weights: list[Tensor]) -> None:

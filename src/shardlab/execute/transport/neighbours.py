@@ -303,7 +303,7 @@ class Neighbours:
                     return bool(signals)
             except BlockingIOError:
                 return True
-            except ConnectionResetError:  # it ended with unread data
+            except ConnectionResetError:  # the rank has ended without reading all signals
                 continue
 
     def _read_messages(self, rank: int) -> None:

@@ -135,7 +135,7 @@ class PreparedLayer:
         Returns:
             The outputs, each in separate memory, and the context for the backward pass.
         """
-        shape = inputs[-1].shape  # the first may be experts' buffers
+        shape = inputs[-1].shape  # the first input may be experts' buffers
         tensors: list[Any] = [None] * self._count
         ctx = Context(tensors, weights, share, dropout, shape[0], shape[1], keeps)
         for port, x in zip(self._inputs, inputs, strict=True):
