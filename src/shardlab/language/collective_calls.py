@@ -117,7 +117,7 @@ def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: in
 
 
 def value_counts(call: Call, rank: int) -> tuple[int, int]:
-    """Return how many values a member gives and how many it receives."""
+    """Return the number of values, 0 or 1, that a member gives to a collective, and the number that it receives."""
     kind = call.kind
     if kind in _ALIKE:
         return 1, 1

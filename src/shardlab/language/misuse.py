@@ -66,7 +66,7 @@ class RefusingRank(Protocol):
 
 
 def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]]) -> tuple[str, str]:
-    """Return what is wrong with an attribute of a value or a rank that does not exist, and what to write instead.
+    """Return why a program cannot read an attribute that a value or a rank does not have, and what to write instead.
 
     It runs only after Python has raised the error. A `__getattr__` of values and ranks would double the time of every
     attribute look-up in Python 3.11.
@@ -109,7 +109,7 @@ def remedy_of_type_error(error: TypeError, rank: RefusingRank) -> str:
 
 
 class ValueMisuse:
-    """Operators of tensors that a value does not have."""
+    """Base class of values: operators that tensors have and values do not. Each is refused."""
 
     __slots__ = ()
 
@@ -184,7 +184,7 @@ class ValueMisuse:
 
 
 class HandleMisuse:
-    """Operators of values, applied to a handle that was not awaited."""
+    """Base class of handles: operators that values have. Each is refused, since the handle was not awaited."""
 
     __slots__ = ()
 

@@ -29,9 +29,9 @@ gradient green, full backward orange.
 class Stream(Enum):
     """Stream of a rank in which an op runs.
 
-    COMPUTE: ops run one at a time, in tape order. COLLECTIVE and MESSAGE: the op runs beside compute, from its issue
-    until the group or the peer has issued its part. COPY: the op runs beside compute, on this rank only. Ops of these
-    three streams have a handle. NONE: bookkeeping, which takes no time.
+    COMPUTE: ops run one at a time, in tape order. COLLECTIVE and MESSAGE: the op runs beside compute, together with the
+    group or the peer. COPY: the op runs beside compute, on this rank only. Ops of the streams COLLECTIVE, MESSAGE and
+    COPY have a handle. NONE: bookkeeping, which takes no time.
     """
 
     COMPUTE = "compute"

@@ -145,9 +145,10 @@ def named_passes(text: str) -> list[NamedPass]:
     [('prefetch', None), ('bucket', 4)]
 
     Args:
-        text: `none`, or names of passes separated by commas, of which `all` stands for every pass that is not named. A
-            name may have a setting: a number; for a pass that starts ops early also the ops that are not moved, as in
-            `prefetch=2~3~7`; for `offload` the places, as in `offload=optimizer:host+activations:disk`.
+        text: `none`, or names of passes separated by commas. `all` stands for every pass that is not named, except
+            those in `ONLY_NAMED`. A name may have a setting: a number; for a pass that starts ops early also the ops
+            that are not moved, as in `prefetch=2~3~7`; for `offload` the places, as in
+            `offload=optimizer:host+activations:disk`.
 
     Raises:
         UserError: for an unknown name, with the nearest one, and for a setting that the pass does not take.
@@ -217,7 +218,7 @@ def require_half_blocks(tiles: int, *, planned: bool) -> None:
 
 
 def with_offload(passes: str | None, words: Iterable[str]) -> str:
-    """Return the text of passes with `offload` and `copy-early` in front, so that copies run beside compute.
+    """Return a text of passes with `offload` added, and with `copy-early`, so that copies run beside compute.
 
     >>> with_offload(None, ["optimizer=host", "activations=disk"])
     'offload=optimizer:host+activations:disk,copy-early'

@@ -119,7 +119,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         return self._stores[kind]
 
     def weight_of(self, layer: int) -> int:
-        """Return the layer whose weight a layer computes with: its own, or that of the layer to which it is tied."""
+        """Return the layer whose weight `layer` computes with: its own, or 0 for a head tied to the embedding."""
         return self.sizes.weight_of(layer)
 
     def coordinate(self, axis: str) -> int:

@@ -206,7 +206,7 @@ class Sizes:
         return frozenset(l for l, elements in enumerate(self.matrices) if elements and self.whole_matrices)
 
     def weight_of(self, layer: int) -> int:
-        """Return the layer whose weight a layer computes with: its own, or that of the layer to which it is tied."""
+        """Return the layer whose weight `layer` computes with: its own, or 0 for a head tied to the embedding."""
         return 0 if self.tied and layer == self.layers - 1 else layer
 
     def layers_of_weight(self, layer: int) -> int:

@@ -389,8 +389,8 @@ class StepRecord:
     """Times of one step of one rank.
 
     Attributes:
-        began, ended: start and end of the step, including work that is not on the tape; `ended` is None if the step
-            failed.
+        began, ended: start and end of the step in seconds of its process's clock, including work that is not on the
+            tape; `ended` is None if the step failed.
         ops: the times of each op, by its index on the tape.
     """
 

@@ -70,7 +70,7 @@ _TAKES_OWN_OF = {
         "exchange the buffers by all_to_all, and give the weight of the slice that arrived",
     )
 }
-"""Remedy for indices with a sentence of their own."""
+"""Fact and remedy for the indices to which `_TAKES_OWN` does not apply."""
 
 
 class ForwardResult(NamedTuple):
@@ -85,8 +85,8 @@ class BackwardResult(NamedTuple):
 
     Attributes:
         weight: form of the weight's gradient.
-        spread: factor from cells to the cells of the weight's gradient, which has a copy of all cells for each use of
-            the weight and each piece of the indices that are summed over.
+        spread: number by which the bit set of the cells is multiplied to get that of the weight's gradient, which has
+            separate bits for each use of the weight and each term that is summed.
         inputs: forms of the inputs' gradients.
         saved: form of the value that the forward pass must have saved.
         half: form of the value that the first half of the pass leaves for the second. It has the gradients' factor.

@@ -78,7 +78,8 @@ class Term(NamedTuple):
 
     Attributes:
         over: the cut indices that were summed over, sorted by name.
-        bits: the pieces of these indices in the term. A bit set of tuples of pieces, the last index fastest.
+        bits: bit set of the pieces over which the term sums; for several indices, of tuples of pieces, the last index
+            fastest.
         merged: whether contributions are merged by the statistics of their softmax, rather than added.
     """
 
@@ -94,7 +95,7 @@ class Form:
         kind, layer: kind of the value, and its layer: the key in names such as `grad_weights[3]`.
         step: the optimizer step to which the value belongs, from 0 on each tape. An update's results belong to the next
             step.
-        space: the numbers of pieces.
+        space: the numbers of pieces into which the program's values are divided.
         holds: for parameters, the slices of the layer's flat buffer; for a scalar, the slices of all layers' buffers,
             concatenated.
         slices: for an activation, its pieces of each index that is not whole.
@@ -188,7 +189,7 @@ def form_of(
 
 @lru_cache(maxsize=1 << 14)
 def without_term(form: Form) -> Form:
-    """Return a term's form as that of the complete sum."""
+    """Return the form of the complete sum of which a value is a term."""
     return form.but(term=None)
 
 
@@ -307,7 +308,7 @@ def fraction_of_pieces(form: Form) -> Fraction:
 
 
 def fraction_held(form: Form) -> Fraction:
-    """Return the fraction of the cut indices that a value has as pieces or as terms (1: all of it)."""
+    """Return the fraction of the whole that a value covers, by its pieces and as a term of a sum (1: all of it)."""
     share = fraction_of_pieces(form)
     if form.term is not None and form.term.over != KEY:
         share *= Fraction(form.term.bits.bit_count(), count_terms(form, form.term))
