@@ -1,4 +1,4 @@
-"""One device: forward through every layer, backward in reverse order, then the update. Other programs extend this."""
+"""One device: forward through every layer, backward in reverse, then the update. The other programs extend this one."""
 
 from shardlab.language import Rank
 from shardlab.strategies.registry import built_in, one_device_mesh

@@ -313,7 +313,7 @@ T = TypeVar("T", Device, Link)
 class NodeType:
     """Usual node of a device: number of devices, names of its links, number of NICs, and the source.
 
-    `boards` has the names of the links inside nodes with other numbers of devices, by this number.
+    `boards` maps other numbers of devices to the name of the link inside nodes with that number.
     """
 
     devices: int

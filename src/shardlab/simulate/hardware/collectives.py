@@ -127,7 +127,7 @@ def _rooted(span: GroupSpan, bytes: float) -> float:
 
 
 def _gathering(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of a gather or scatter: all pieces pass the root's link; those of other nodes its NIC."""
+    """Return the seconds of a gather or scatter: pieces of other nodes pass the root's NIC, all others its link."""
     near = (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
     far = (span.size - span.members) / span.size * bytes / span.inter_node if span.nodes > 1 else 0.0
     return span.deep() + max(near, far)

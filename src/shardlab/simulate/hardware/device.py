@@ -131,7 +131,7 @@ class Device:
         sms: number of streaming multiprocessors (a TPU's matrix units): tiles that it computes at once.
         efficiency: the fractions of these figures that it reaches.
         source: source of the figures.
-        attention: the fused attention kernel, one of the efficiency's; a recipe sets it.
+        attention: generation of fused attention kernels, a key of `Efficiency.attention`. A recipe sets it.
     """
 
     name: str

@@ -346,7 +346,7 @@ def device_of_profile(profile: Profile) -> MeasuredDevice:
 
 
 def profiled_name(kind: str, bytes: float, ranks: int) -> str:
-    """Return a profile's name for a collective of this size.
+    """Return the name under which a profile lists a collective of this size.
 
     All-reduces of more bytes than a member receives by messages use a ring (see
     `shardlab.execute.transport.collectives`), and have a separate name.

@@ -24,7 +24,7 @@ class CanRun:
         replicated_zero_stages: stages whose shards may have replicas over dp_replicate.
         state_over_replicas: "never" if the optimizer's state must be cut over the same axes as the parameters (or
             gradients, if parameters are whole). "with gradients" if it may be cut over more axes than the parameters,
-            as long as the gradients are cut over the same ones.
+            as long as the gradients are cut over the same axes as the state.
         shards_over_cp: whether shards of data-parallel ranks are also cut over cp.
         gradients_with_pp: "whole" if the ranks of a pipeline keep the gradients of sharded parameters whole, and reduce
             them once a step.
@@ -36,7 +36,7 @@ class CanRun:
         pipeline_ranks: by schedule, the smallest number of pipeline ranks.
         stages: "even" if all stages must have the same number of blocks.
         recompute: supported recomputation: none, selective, full; first, uniform and every for first-N, uniform-N and
-            every-N; blocks for any of them; per-op, modules and policies inside blocks.
+            every-N; blocks for any numbers of blocks; per-op, modules and policies inside blocks.
         context: how queries reach other ranks' keys and values: ring, all_gather, ulysses, ulysses+ring.
         precisions: names of precisions, without the dtype of gradients.
         offload: values that may be kept on the host or the disk.

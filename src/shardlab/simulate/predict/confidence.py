@@ -6,8 +6,8 @@ of its publisher (`benchmarks/regenerate.py` writes the list). A kind is the rec
 mixture of experts, the axes of the mesh, and the length of a sequence.
 
 `confidence` picks the runs of the same kind as a step, or else those of the nearest kinds. If a step has a property
-that no run of its recipe has, or if only one publisher measured its kind, the error is at least that of `first_sight`:
-predictions from before any run of the publisher was known.
+that no run of its recipe has, or if only one publisher measured its kind, the error is at least that of similar first
+predictions (`first_sight`), which were made before any run of the publisher was known.
 """
 
 from __future__ import annotations
@@ -260,8 +260,9 @@ def confidence(kind: Kind, figure: Figure, without: str = "") -> Confidence:
 
 
 MOST_TIMES = 3
-"""Largest ratio of the error of a first prediction to the error without a publisher (16 % to 5 % for the time of steps
-of dense models). A larger ratio comes from models that were corrected since: mixtures were 64 % too fast at first."""
+"""Largest ratio of the error of first predictions to the error of predictions without the runs of their publisher (for
+the time of dense models, 16 % to 5 %). A larger ratio comes from predictions that were corrected since: those of
+mixtures were 64 % too fast at first."""
 
 
 def _first_error(first: Sequence[RunErrors], near: Sequence[RunErrors], kind: Kind, figure: Figure) -> float:

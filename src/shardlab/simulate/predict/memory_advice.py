@@ -162,7 +162,7 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
 
 
 def _in_small_microbatches(workload: Workload) -> Workload | None:
-    """Return the workload with the same batch in the smallest allowed microbatches (None: it is the same)."""
+    """Return the workload with the same batch in the smallest allowed microbatches (None: they cannot be smaller)."""
     most = MOST_MICROBATCHES * (workload.plan.data_ranks if isinstance(workload.plan, Plan) else 1)
     for times in range(min(workload.micro_batch_size, most // workload.microbatches), 1, -1):
         micro_batch_size, rest = divmod(workload.micro_batch_size, times)

@@ -177,7 +177,7 @@ class ClusterPrices(Prices):
         return elements * (self.precision.moved_by_update if moved is None else moved)
 
     def _orthogonal(self, layer: int, holds: Holds) -> float:
-        """Return the seconds to orthogonalize every whole matrix of which the slices have a part."""
+        """Return the seconds to orthogonalize every matrix of which the rank's slices have a part."""
         dtype = "bfloat16" if "bfloat16" in self.cluster.device.flops else self.precision.compute
         length = self.model.layout(layer).padded(holds.of)
         mine = [(piece * length // holds.of, (piece + 1) * length // holds.of) for piece in bits(holds.mask)]

@@ -156,7 +156,7 @@ class MemoryUse:
         saved: the activations that stay for the backward pass.
         logit_bytes: bytes that the loss needs for each logit at its peak, logits and gradients included (None: two
             activations).
-        sliced_logit_bytes: `logit_bytes` if each tensor-parallel rank has a slice of the logits (None: the same).
+        sliced_logit_bytes: `logit_bytes` if each tensor-parallel rank has a slice of the logits (None: `logit_bytes`).
         gathers_logits: every tensor-parallel rank gathers all logits, and computes the whole loss.
         half_gradients: gradients that are summed in float32 are computed in half precision, and stay in memory beside
             their sum.
@@ -295,11 +295,11 @@ class Defaults:
         bias: linear maps of its GPTs have biases.
         dropout: dropout probability of its GPTs.
         gradient_bytes: bytes of a gradient's element in reductions.
-        bf16_gradient_bytes: `gradient_bytes` of gradients in bfloat16 (None: the same).
+        bf16_gradient_bytes: bytes of a bfloat16 gradient's element in reductions (None: `gradient_bytes`).
         gradient_sync: when sharded gradients are reduced: after each microbatch, or only after the last one. Until then
             they are kept whole.
         reduce_at: time at which gradients are reduced (see `Plan.reduce_at`).
-        sharded_reduce_at: `reduce_at` if the optimizer's state is sharded ("": the same).
+        sharded_reduce_at: value of `reduce_at` if the optimizer's state is sharded ("": `reduce_at`).
         zero_stage: the ZeRO stage.
         recompute: recomputation in the backward pass (see `Plan.recompute`).
         stages: distribution of blocks over pipeline stages: even, or by cost (see `shardlab.simulate.predict.stages`).

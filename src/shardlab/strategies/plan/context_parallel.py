@@ -136,7 +136,7 @@ def slices_of_rank(place: int, ranks: int, pieces: int = 1, stripes: int | None 
 
     By default these are an early and a late slice, which gives all ranks the same work in causal attention (Llama 3,
     arXiv 2407.21783, section 3.3.2). With stripes, rank i has slices i, i + ranks, i + 2 * ranks, ... Later ranks have
-    more work, by at most a fraction of 1 / stripes (Brandon et al. 2023, arXiv 2311.09431, section 3).
+    more work, at most 1 + 1 / stripes times the mean (Brandon et al. 2023, arXiv 2311.09431, section 3).
 
     Args:
         place: coordinate of the rank along `cp`.

@@ -289,7 +289,7 @@ class _Resolver:
         """Return the plans of the weights that the rank's layers use.
 
         Args:
-            own: the rank's layers.
+            own: the rank's layers with parameters.
             ranks: for every layer of the model, the rank of this pipeline that runs it.
         """
         plan, model = self.plan, self.model

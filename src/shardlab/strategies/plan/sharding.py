@@ -32,7 +32,7 @@ class ParameterGatherer(Generic[V]):
         self._explicit = rank_plan.explicit_gathers
         self._uses: Sequence[WeightUse] = weight_uses(rank_plan, rank_plan.steps) if rank_plan.gather_axes else ()
         gathered = set(rank_plan.layers).difference(rank_plan.weightless) if rank_plan.gather_axes else ()
-        # Layer to the owner of its weight.
+        # Layers whose weights are stored whole, each with the owner of its weight.
         self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}
         self._at = 0
         self._in_flight: dict[int, Awaitable[V]] = {}
@@ -102,12 +102,12 @@ class GradientReducer(Generic[V]):
     """Gradients of one rank: accumulated and reduced during backward passes, then clipped and applied.
 
     The reductions in flight over one axis hold at most as many elements as the rank's largest block
-    (`RankPlan.reduction_buffer`). If another reduction would exceed this, the oldest ones are awaited first. A result
-    is immediately reduced over its next axis.
+    (`RankPlan.reduction_buffer`). If another reduction would exceed this limit, the oldest ones are awaited first. When
+    a reduction has ended, its result is immediately reduced over the next axis.
 
     If several pipeline stages use one weight, each of their ranks stores a replica. The replicas stay equal, because
     these ranks sum their gradients once a step. One of them adds the weight to the gradient norm. If one rank has
-    several of the stages, it sums their gradients before it reduces them.
+    several of these stages, it sums their gradients before it reduces them.
     """
 
     def __init__(self, rank: PlanRank[V], rank_plan: RankPlan) -> None:
@@ -220,7 +220,7 @@ class GradientReducer(Generic[V]):
             await self._gather(axis)
 
     async def _norm(self, layers: Sequence[int], axes: Sequence[str]) -> None:
-        """Add the squares of some layers to the norm, and sum it over the axes that split them."""
+        """Add the squared gradients of some layers to the norm, and sum the norm over the axes that split them."""
         rank = self._rank
         for l in layers:
             squares = rank.norm(l, rank.grad_weights[l])

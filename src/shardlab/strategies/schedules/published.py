@@ -138,7 +138,7 @@ def in_phases(*phases: tuple[int, list[Pass]]) -> Iterator[Action]:
     """Yield the phases of a schedule.
 
     Args:
-        phases: for each phase, how often it is repeated, and the passes of which it takes one each in turn.
+        phases: for each phase, its number of repetitions, and the passes of which each repetition takes the next one.
     """
     for times, turn in phases:
         for _ in range(times):

@@ -143,8 +143,8 @@ class Route(NamedTuple):
         sends: whether this rank sends them.
         offset: position of the peer in the pipeline, relative to this rank.
         parts: the values that are sent together, one message each.
-        layer: for received activations, the layer that they enter; for received gradients, the layer whose inputs they
-            belong to (-1: this rank sends the values).
+        layer: the layer that received activations enter, or to whose inputs received gradients belong (-1: this rank
+            sends the values).
     """
 
     sends: bool

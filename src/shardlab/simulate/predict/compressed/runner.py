@@ -218,7 +218,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.wait_for_sends(key)
         layer, values = self.values(boundary, sends=key.kind is Send)
         if key.kind is Send:
-            # a message may live longer than the saved activations in which it lies
+            # a residual stream inside a saved value gets separate memory, since its message may end later
             for value in values if layer in self.passes.shared_residuals else ():
                 if value.kind is Kind.RESIDUAL:
                     self.compressed.allocate(value)

@@ -165,7 +165,7 @@ def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
 
 
 def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, stages: Sequence[range]) -> list[int]:
-    """Return the largest number of blocks whose gradients are reduced at once: of each stage, then of all stages."""
+    """Return the most blocks whose gradients are being reduced at once: of each stage, then the maximum over stages."""
     axes = max(1, sum(plan.mesh.sizes()[axis] > 1 for axis in CUT_AXES))  # a gradient is reduced over one at a time
     last = int(plan.sequence_parallel)  # the gradients of norms are then reduced over tp
     numbers: list[int] = []
