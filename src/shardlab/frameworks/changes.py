@@ -1,7 +1,7 @@
 """The smallest changes of a configuration that would help: each is tried with a forecast.
 
-A change is one key of the file with another value, or a key with those that it needs. The changed configuration is read
-as the file is, so that its meaning, its limits and its words are the framework's own.
+A change gives a new value to one key of the file, and to the keys that this one needs. The changed configuration is
+read in the same way as the file, so the framework's own limits apply.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from shardlab.simulate.predict.forecast import Forecast, forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 
 FREE = 2
-"""Largest number of changes that cost no time and are tried together with others, if the step does not fit."""
+"""If the step does not fit into memory: largest number of changes that cost no time and are tried in pairs with
+others."""
 
 LEAST_GAIN = 0.01
-"""Least share of the step time, or of the device's memory, that a change must gain to be named."""
+"""Smallest gain of a change that is named, as a share of the step time or of the device's memory."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Trial:
         settings: the same change as keys of the file.
         step, forecast: the step of the changed configuration, and its forecast.
         seconds: change of the time per token, as a share of the time without the change.
-        bytes: change of the memory of the fullest device.
+        bytes: change of the memory of the fullest device, in bytes.
     """
 
     meanings: Mapping[str, Any]
@@ -57,11 +58,11 @@ def predict(step: FrameworkRun) -> Forecast:
 
 
 def try_changes(step: FrameworkRun, found: Forecast, *, seconds: float = 20.0) -> list[Trial]:
-    """Try changes of single keys, and return all that the framework can run.
+    """Try the framework's changes, and pairs of them if the step does not fit. Return all that the framework can run.
 
     Args:
         step: the step as it is.
-        found: its forecast.
+        found: forecast of that step.
         seconds: time after which no more changes are tried.
     """
     config, end = step.config, time.monotonic() + seconds
@@ -77,7 +78,11 @@ def try_changes(step: FrameworkRun, found: Forecast, *, seconds: float = 20.0) -
 
 
 def _try(step: FrameworkRun, found: Forecast, meanings: Mapping[str, Any], seen: set[str]) -> Trial | None:
-    """Try a change (None: its step was tried, or the framework, the model or the cluster rules it out)."""
+    """Return a change with its forecast.
+
+    None if a change with the same step has been tried, or if the framework, the model or the cluster rules the change
+    out.
+    """
     config = step.config
     try:
         other = read_run(config.with_meanings(meanings), step.cluster)
@@ -93,7 +98,7 @@ def _try(step: FrameworkRun, found: Forecast, meanings: Mapping[str, Any], seen:
 
 
 def _then_pairs(single: Iterator[dict[str, Any]], trials: Sequence[Trial], found: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield single changes, and then each that saves memory together with the best that costs no time."""
+    """Yield single changes, and then pairs of changes that save memory, of which one costs no time."""
     yield from single
     least = -LEAST_GAIN * found.memory.capacity
     saving = sorted((each for each in trials if each.bytes < least), key=lambda each: each.seconds)
@@ -103,10 +108,11 @@ def _then_pairs(single: Iterator[dict[str, Any]], trials: Sequence[Trial], found
 
 
 def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
-    """Return the trials that help, the best first, and of those of the same kind only the best.
+    """Return the trials that help, the best first. Of trials that change the same keys, only the best is returned.
 
-    If the step fits, the best changes save most time among those that fit. If it does not, those that fit come first,
-    and then those that save most memory. Steps that fit even with the expected error of memory come before others.
+    If the step fits into memory, only changed steps that fit are returned, the fastest first. If it does not fit,
+    changed steps that fit come first, and then those that save most memory. Among steps that fit, those that fit even
+    with the expected error of memory come first.
 
     Args:
         trials: all trials.
@@ -119,7 +125,7 @@ def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
 
 
 def _key(step: FrameworkRun) -> str:
-    """Return what distinguishes the forecasts of two steps."""
+    """Return a text that is equal for steps with equal forecasts."""
     recipe = replace(step.recipe, figures={})
     return repr((step.plan, step.model, step.micro_batch_size, step.microbatches, step.precision, recipe))
 

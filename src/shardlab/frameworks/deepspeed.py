@@ -1,7 +1,7 @@
 """DeepSpeed's JSON with the arguments of Hugging Face's Trainer, and accelerate's YAML for FSDP and DeepSpeed.
 
-Both leave the batch and the model to the training program, so these come from its arguments after `--` or from
---model. The word "auto" stands for the Trainer's argument.
+Neither file has the model, and the batch may be missing too. Then they come from the training program's arguments,
+which the user gives after `--`, or from --model. A value "auto" stands for the Trainer's argument.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ NAME, ACCELERATE = "deepspeed", "accelerate"
 AUTO = "auto"
 
 FACTS = {"num_processes": "devices", "num_machines": "nodes"}
-"""Keys of accelerate that say on how many devices it runs, and the names of these facts in a `Config`."""
+"""Keys of accelerate that say on how many devices a run has, and their names in `Config.facts`."""
 
 INPUTS_ON_HOST = with_offload(None, ["activations=host"])
-"""Passes of a plan with `cpu_checkpointing`: copies run beside compute, as those of `_ActivationOffloadEngine` do."""
+"""Passes of a plan with `cpu_checkpointing`. Copies overlap compute, as in DeepSpeed's `_ActivationOffloadEngine`."""
 
 USUAL_BATCH = 8
 """`per_device_train_batch_size` of the Trainer (`src/transformers/training_args.py`)."""
@@ -51,7 +51,7 @@ STRATEGIES = {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2} | {
     "HYBRID_SHARD": 3,
     "HYBRID_SHARD_ZERO2": 2,
 }
-"""Stages of ZeRO by FSDP's sharding strategy (`src/accelerate/utils/constants.py`)."""
+"""Stages of ZeRO by value of `fsdp_sharding_strategy` (`src/accelerate/utils/constants.py`)."""
 
 
 def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config:
@@ -120,11 +120,12 @@ def _of_transformers(values: Mapping[str, Any]) -> bool:
 
 
 def _recompute(values: Mapping[str, Any], notes: list[str]) -> str:
-    """Return what is recomputed: all blocks, if the Trainer or DeepSpeed's own section say so.
+    """Return what is recomputed: all blocks, if the Trainer's arguments or the section activation_checkpointing say so.
 
-    The section concerns `deepspeed.checkpointing.checkpoint` alone (`runtime/activation_checkpointing/checkpointing.py`
-    at edaa7221), which the model must call, as Megatron-DeepSpeed's does. Models of transformers call PyTorch's
-    (`src/transformers/modeling_utils.py`, `gradient_checkpointing_enable`).
+    The section only affects models that call `deepspeed.checkpointing.checkpoint`
+    (`runtime/activation_checkpointing/checkpointing.py` at edaa7221), as those of Megatron-DeepSpeed do. Models of
+    transformers call PyTorch's function instead (`src/transformers/modeling_utils.py`,
+    `gradient_checkpointing_enable`).
     """
     section = values["partitioned"] or values["on_host"]
     if section and _of_transformers(values):
@@ -140,7 +141,10 @@ def _recompute(values: Mapping[str, Any], notes: list[str]) -> str:
 
 
 def _with_inputs_on_host(step: FrameworkRun) -> FrameworkRun:
-    """Return a step whose kept inputs of blocks lie on the host: the pass `offload` also recomputes the blocks."""
+    """Return the step with the inputs of recomputed blocks kept on the host.
+
+    The pass `offload` replaces the plan's recomputation: it also recomputes the blocks.
+    """
     plan = replace(step.plan, recompute="none", passes=INPUTS_ON_HOST)
     try:
         plan.require_ops(step.model.layers, step.microbatches)
@@ -151,16 +155,16 @@ def _with_inputs_on_host(step: FrameworkRun) -> FrameworkRun:
 
 
 def _shard_group(config: Config, values: Mapping[str, Any], ranks: int, notes: list[str]) -> int:
-    """Return the number of ranks that share parameters.
+    """Return the number of ranks over which parameters are sharded.
 
-    With `mics_shard_size` they share everything, and groups are replicas (`runtime/zero/mics.py`). With
-    `zero_hpz_partition_size` all ranks share gradients and the optimizer's state; between an optimizer's step and the
-    next, parameters are gathered once over all ranks and then kept in slices of the group
+    With `mics_shard_size`, gradients and optimizer state are sharded over the same group of ranks, and the groups are
+    replicas (`runtime/zero/mics.py`). With `zero_hpz_partition_size`, gradients and optimizer state are sharded over
+    all ranks. In each step, parameters are gathered once over all ranks, and then kept sharded over the group
     (`runtime/zero/partition_parameters.py`, `_partition_param_sec`, and `stage3.py`, `invalidate_secondary_tensor`).
-    Stage 3 alone reads both (`runtime/engine.py`).
+    Both keys have an effect at stage 3 only (`runtime/engine.py`).
 
     Raises:
-        UserError: if they do not divide the ranks.
+        UserError: if the number does not divide the number of all ranks.
     """
     meaning = "shard_group" if values["shard_group"] > 1 else "parameter_group"
     inner, key = values[meaning], config.table.keys[meaning].name
@@ -253,7 +257,7 @@ def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
 
 
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
-    """Yield changes of single keys that may save time or memory, as values of meanings."""
+    """Yield changes to DeepSpeed's configuration that may save time or memory, as values by meaning."""
     values = config.values
     yield {"recompute": True if not values["recompute"] else None}
     for zero in range(4):
@@ -262,7 +266,7 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
 
 
 def changes_accelerate(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
-    """Yield changes of single keys that may save time or memory, as values of meanings."""
+    """Yield changes to accelerate's configuration that may save time or memory, as values by meaning."""
     kind = str(config.values["kind"]).upper()
     if kind == "DEEPSPEED":
         yield from changes(config, step)

@@ -1,7 +1,7 @@
 """Which framework a configuration is for, and its settings.
 
 `read_config` takes a file, or the name of a framework whose arguments are on the command line, and returns a `Config`.
-`read_run` makes the step of it.
+`read_run` returns the step that a `Config` describes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardlab.frameworks.yaml_file import read_json, read_yaml
 from shardlab.simulate.hardware import Cluster
 
 MOST_BYTES = 2**21
-"""Largest configuration that is read."""
+"""Largest size of a configuration, in bytes."""
 
 FACTS: dict[str, tuple[str, ...]] = {
     "nodes": ("--nnodes", "--num_nodes", "--nodes", "-N", "--num_machines", "NNODES", "NUM_NODES", "SLURM_NNODES"),
@@ -33,15 +33,15 @@ FACTS: dict[str, tuple[str, ...]] = {
     ),
     "devices": ("--num_processes", "WORLD_SIZE"),
 }
-"""Flags of launchers and usual variables that say on how many devices a script runs."""
+"""Flags of launchers and usual variables that say on how many devices a script runs, by key of `Config.facts`."""
 
 
 class Framework(NamedTuple):
     """Module of a framework.
 
     Attributes:
-        run: makes the step of a configuration.
-        changes: yields changes of a configuration that may help.
+        run: function that returns the step of a configuration.
+        changes: function that yields changes of a configuration that may help.
     """
 
     run: Callable[[Config, Cluster], FrameworkRun]
@@ -68,7 +68,7 @@ class Overrides:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Overrides:
-        """Return the overrides of some words."""
+        """Return the overrides of some words. NAME=VALUE after a flag sets no variable."""
         variables: dict[str, str] = {}
         flags: list[Word] = []
         for word in words:
@@ -86,7 +86,7 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
     Args:
         name: path of a file, or the name of a framework whose arguments are all in `overrides`.
         overrides: words that change the file's settings.
-        framework: name of the framework (None: the one that the contents show).
+        framework: name of the framework (None: it is recognized by the contents).
 
     Raises:
         UserError: if the file cannot be read, or no framework is recognized.
@@ -158,14 +158,14 @@ READERS: dict[str, Callable[[str, str, Sequence[Setting]], Config]] = {
     deepspeed.NAME: deepspeed.config_of,
     deepspeed.ACCELERATE: deepspeed.accelerate_config_of,
 }
-"""Readers of YAML and JSON files."""
+"""Readers of YAML and JSON files, by framework."""
 
 
 def _from_table(text: str, path: Path, changed: Overrides, framework: str | None) -> Config:
     """Return the configuration of a YAML or JSON file."""
     read = read_json if path.suffix == ".json" else read_yaml
     document, settings = read(text, path.name)
-    if framework is None and isinstance(document.get("MODEL_ARGS"), dict):  # tests of Megatron-LM
+    if framework is None and isinstance(document.get("MODEL_ARGS"), dict):  # a file of Megatron-LM's tests
         prefix = "MODEL_ARGS."
         own = [each._replace(key=each.key.removeprefix(prefix)) for each in settings if each.key.startswith(prefix)]
         kept = [each for each in own if each.value is not False and each.value is not None]
@@ -181,13 +181,13 @@ def _from_table(text: str, path: Path, changed: Overrides, framework: str | None
 
 
 def _assignment(text: str) -> tuple[str, str] | None:
-    """Return the key and the value of Hydra's `model.x=1` and `+model.x=1` (None: it is something else)."""
+    """Return key and value of an override of Hydra, such as `model.x=1` or `+model.x=1` (None: it is none)."""
     found = re.fullmatch(r"\+{0,2}([a-z_][\w.]*)=(.*)", text, re.DOTALL)
     return None if found is None else (found[1], found[2])
 
 
 def _shape(document: Mapping[str, Any]) -> str | None:
-    """Return the framework whose sections a document has (None: no known one's)."""
+    """Return the framework whose sections a document has (None: they are of no known framework)."""
     model = document.get("model")
     if "parallelism" in document and ("tokens" in document or "optimizer" in document):
         return nanotron.NAME
@@ -244,7 +244,7 @@ def _inner_file(folder: Path, inner: str, file: str) -> list[Setting]:
 def _training_command(script: Script) -> tuple[list[Word], list[Word]]:
     """Return the words of the launcher, and those of the arguments of the training program.
 
-    If no command names a program, the arguments are all flags of variables and arrays.
+    If no command has a program with flags, the arguments are all words of the script's variables, arrays and commands.
     """
     best: tuple[list[Word], list[Word]] | None = None
     for words in _commands(script):
@@ -279,7 +279,7 @@ def _commands(script: Script) -> list[list[Word]]:
 
 
 def _facts(script: Script, launch: Sequence[Word]) -> dict[str, Setting]:
-    """Return what a script says of its devices: flags of the launcher, variables, and the scheduler's options."""
+    """Return what a script says about its devices, by flags of the launcher, variables, and the scheduler's options."""
     found: dict[str, Setting] = {}
     flags = {each.key: each for each in flags_of([*script.directives, *launch])}
     if gres := flags.get("--gres"):
@@ -302,6 +302,6 @@ def read_run(config: Config, cluster: Cluster) -> FrameworkRun:
     """Return the step of a configuration on a cluster.
 
     Raises:
-        UserError: if something is missing, or numbers do not fit together.
+        UserError: if a required setting is missing, or numbers do not fit together.
     """
     return FRAMEWORKS[config.table.framework].run(config, cluster)

@@ -1,9 +1,8 @@
 """Logs of torchtitan, Megatron-LM and nanotron: the measured figures of a run.
 
-`read_log` finds the lines of steps, whatever rank or scheduler has written before them, and returns the median step
-and the largest memory. The first line of a run is warm-up (compilation, allocation, NCCL) and is left out if others
-follow, and so are steps that save checkpoints or evaluate, since the median does not see them. `read_measured` reads
-the words of the command line.
+`read_log` finds the lines of steps, whatever rank or scheduler has written before them, and returns the median step and
+the largest memory. The first line of a run is warm-up (compilation, allocation, NCCL) and is left out if others follow.
+Steps that save checkpoints or evaluate hardly change the median. `read_measured` reads the words after `--measured`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Measured:
         tokens_per_second: tokens/s of all devices together.
         tokens_per_device: tokens/s of each device.
         memory: bytes of the fullest device.
-        kind: what `memory` counts: tensors, allocated, reserved or nvidia-smi.
+        kind: what `memory` counts.
         mfu: model FLOPs utilization, from 0 to 1.
         sequences: sequences of the global batch.
         notes: remarks on how the log was read.
@@ -57,7 +56,7 @@ class Measured:
     notes: tuple[str, ...] = ()
 
     def step_seconds(self, tokens: int, devices: int) -> float | None:
-        """Return the seconds of a step, from its speed if need be.
+        """Return the seconds of a step, from the speed if they are not given; None if neither is given.
 
         Args:
             tokens, devices: tokens of a step, and number of devices.

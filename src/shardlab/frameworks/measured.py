@@ -1,9 +1,10 @@
 """Where a measured step and its prediction differ, what could explain it, and what to measure next.
 
 Each hypothesis is a step that may have run in place of the predicted one: a configuration with another key, another
-choice of the recipe, a slower network, communication that does not overlap, slower devices, or time beside the step. It
-is predicted as the configuration is. `explain_difference` orders the hypotheses by a weight: how likely such a thing is
-before anything was measured, times how well its prediction agrees with the measurement.
+choice of the recipe, a slower network, communication that does not overlap, slower devices, or time beside the step.
+Its time and memory are predicted in the same way as those of the configuration. `explain_difference` orders the
+hypotheses by a weight: how likely such a cause is before anything was measured, times how well its prediction agrees
+with the measurement.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from shardlab.simulate.predict.recipe import variants
 from shardlab.simulate.predict.workload import Workload
 
 CLOSE = 0.1
-"""Relative difference at which a hypothesis explains a measurement half as well as one that agrees exactly."""
+"""Relative difference at which a hypothesis explains a measurement half as well as one that agrees exactly. The mean
+error of predictions is used instead if it is larger."""
 
 WORTH = 0.01
-"""Least relative change of a prediction that makes a hypothesis worth naming."""
+"""Least relative amount by which a hypothesis must bring a prediction closer to the measurement to be named."""
 
 
 class Hypothesis(NamedTuple):
@@ -60,7 +62,7 @@ class Comparison:
         memory: measured bytes of the fullest device (None: not measured).
         predicted_seconds, predicted_memory: the predictions, with memory counted as it was measured.
         kind: what the bytes count.
-        error: mean error of such predictions of the step time, as a share.
+        error: mean error of predicted step times of similar steps, as a share.
         hypotheses: what could explain the difference, the likeliest first.
         notes: how the figures were read.
     """
@@ -76,30 +78,30 @@ class Comparison:
 
     @property
     def time_difference(self) -> float | None:
-        """Measured over predicted step time, less 1."""
+        """Measured step time divided by the predicted one, minus 1."""
         return None if self.seconds is None else self.seconds / self.predicted_seconds - 1
 
     @property
     def memory_difference(self) -> float | None:
-        """Measured over predicted memory, less 1."""
+        """Measured memory divided by the predicted one, minus 1."""
         return None if self.memory is None else self.memory / self.predicted_memory - 1
 
 
 def counted_as(kind: MemoryKind, memory: DeviceMemory) -> float:
-    """Return the bytes of a forecast's fullest device as a tool counts them."""
+    """Return the bytes of a forecast's fullest device, counted as `kind` says."""
     return {"allocated": memory.allocated, "reserved": memory.logged}.get(kind, memory.unlimited)
 
 
 def explain_difference(
     measured: Measured, step: FrameworkRun, found: Forecast, trials: Sequence[Trial], error: float, memory_error: float
 ) -> Comparison:
-    """Compare a measured step with its prediction.
+    """Compare a measured step with its prediction, and find causes that could explain the difference.
 
     Args:
         measured: the measured figures.
         step, found: the configuration's step and its forecast.
         trials: all changes of the configuration that were tried.
-        error, memory_error: mean errors of such predictions of time and memory, as shares.
+        error, memory_error: mean errors of predicted time and memory of similar steps, as shares.
     """
     workload, notes = step.workload, list(measured.notes)
     seconds = measured.step_seconds(workload.tokens, workload.mesh.world)
@@ -136,7 +138,7 @@ def explain_difference(
 
 
 def _differs(each: Hypothesis, seconds: float, memory: float, measured: float | None, bytes: float | None) -> bool:
-    """Tell whether a hypothesis moves the prediction of a measured figure towards the measurement."""
+    """Return whether a hypothesis moves the prediction of a measured figure towards the measurement."""
     closer_time = measured is not None and abs(log(measured / each.seconds)) < abs(log(measured / seconds)) - WORTH
     closer_memory = bytes is not None and abs(log(bytes / each.memory)) < abs(log(bytes / memory)) - WORTH
     return closer_time or closer_memory

@@ -1,7 +1,7 @@
 """Megatron-LM: the arguments of `pretrain_gpt.py`, alone or in the shell script that holds them.
 
-Defaults are those of `megatron/training/arguments.py`; `megatron.toml` lists the arguments, with the commits. NeMo has
-the same words in YAML, so `run` also makes its steps.
+Defaults are those of `megatron/training/arguments.py`; `megatron.toml` lists the arguments, with the commits. NeMo's
+YAML files have the same settings, so their steps come from `step_of` too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from shardlab.strategies.plan.plan import Context
 NAME = "megatron"
 
 CONTEXTS: dict[str, Context] = {"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}
-"""Values of --cp-comm-type, and forms of context parallelism."""
+"""Forms of context parallelism by value of --cp-comm-type."""
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256}
-"""Sizes of the vocabularies of tokenizers."""
+"""Sizes of vocabularies by value of --tokenizer-type."""
 
 HUGGING_FACE = {
     "llama-3": 128256,
@@ -46,7 +46,7 @@ HUGGING_FACE = {
     "deepseek-v2": 102400,
     "gpt2": 50257,
 }
-"""Sizes of vocabularies by a part of a tokenizer's path."""
+"""Sizes of vocabularies by a part of the value of --tokenizer-model."""
 
 
 def run(config: Config, cluster: Cluster) -> FrameworkRun:
@@ -59,7 +59,12 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
 
 
 def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> FrameworkRun:
-    """Return the step that values of Megatron-LM's meanings describe. They may come from a file of NeMo.
+    """Return the step of a configuration of Megatron-LM or NeMo.
+
+    Args:
+        config: the configuration.
+        values: its values by Megatron-LM's meanings.
+        cluster: the devices.
 
     Raises:
         UserError: if sizes are missing, or do not fit together.
@@ -149,7 +154,7 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
     if head is not None and head * heads != hidden:
         common["head_dim"] = head
     common |= {"qk_norm": values["qk_norm"], "qkv_bias": values["qkv_bias"] and not values["bias"]}
-    if values["latent_attention"]:  # whose latents have norms in any case
+    if values["latent_attention"]:  # latents always have norms
         common |= {"kv_heads": None, "head_dim": values["latent_head_dim"], "kv_rank": values["kv_rank"]}
         common |= {"q_rank": values["q_rank"], "rope_dim": values["rope_dim"], "qk_norm": False, "qkv_bias": False}
         if values["value_dim"] != values["latent_head_dim"]:
@@ -199,7 +204,7 @@ def _vocabulary(values: Mapping[str, Any], tp: int, notes: list[str]) -> int:
 
 
 def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
-    """Return the stages on each pipeline rank, and the blocks of each stage."""
+    """Return the number of stages on each pipeline rank, and the number of blocks of each stage."""
     if mesh.pp == 1:
         return 1, ()
     virtual = 1
@@ -241,7 +246,8 @@ def _recompute(config: Config, values: Mapping[str, Any], model: Blocks, notes: 
     """Return what is recomputed (`megatron/core/recompute.py` at d98e8a64).
 
     The arguments of 2021 and 2022 recompute whole blocks. With the method uniform, all blocks are recomputed, and each
-    group of consecutive blocks keeps one input. With the method block, only the first blocks of each stage are.
+    group of consecutive blocks keeps one input. With the method block, only the first blocks of each stage are
+    recomputed.
     """
     mode = "selective" if values["recompute_activations"] and not values["recompute"] else values["recompute"]
     method, count = values["recompute_method"], values["recompute_layers"]
@@ -257,7 +263,8 @@ def _recompute(config: Config, values: Mapping[str, Any], model: Blocks, notes: 
 def _recomputed_modules(config: Config, values: Mapping[str, Any], notes: list[str]) -> str:
     """Return the modules that are recomputed (`megatron/core/transformer/transformer_config.py` at d98e8a64).
 
-    Fused attention keeps no scores in any case, but core_attn computes it again. Before Megatron-Core it was not fused.
+    Fused attention keeps no scores in any case, but the module core_attn still computes the attention again. Before
+    Megatron-Core, attention was not fused.
     """
     if _is_old(config):
         return "selective"
@@ -309,11 +316,11 @@ def _precision(values: Mapping[str, Any]) -> Precision:
 
 
 def changes(config: Config, step: FrameworkRun, values: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield changes of single arguments that may save time or memory, as values of meanings.
+    """Yield changes that may save time or memory, as values by meaning: an argument with those that it needs.
 
     Args:
         config, step: the configuration and its step.
-        values: values of the meanings (None: the configuration's).
+        values: values by Megatron-LM's meanings (None: the configuration's).
     """
     values, mesh, layers = values or config.values, step.plan.mesh, step.model.layers
     each = max(1, layers // mesh.pp // (step.plan.stages_per_rank or 1))

@@ -135,7 +135,7 @@ def _precision(values: Mapping[str, Any]) -> Precision:
 
 
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
-    """Yield changes of single keys, and of two keys that keep the devices or the batch, as values of meanings."""
+    """Yield changes of single keys, and of several keys that keep the devices and the batch, as values by meaning."""
     values, mesh = config.values, step.plan.mesh
     yield {"recompute": not values["recompute"]}
     yield {"zero": 1 - min(1, values["zero"])}

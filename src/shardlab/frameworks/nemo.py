@@ -1,7 +1,7 @@
 """NeMo's YAML files of GPT and Llama training, and overrides of Megatron-Bridge.
 
-Their keys are those of Megatron-LM in sections, with other words for some values: `run` translates them, and
-`megatron.step_of` makes the step.
+Their keys are those of Megatron-LM, grouped in sections. Some values differ: `values_of` translates them, and
+`megatron.step_of` returns the step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardlab.simulate.hardware import Cluster
 NAME = "nemo"
 
 FACTS = {"trainer.devices": "per_node", "trainer.num_nodes": "nodes"}
-"""Keys that say on how many devices a file runs, and the names of these facts in a `Config`."""
+"""Keys that say on how many devices a file runs, and their names in `Config.facts`."""
 
 
 def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config:
-    """Return the configuration of a YAML file with changes of the command line, in Hydra's words or as flags.
+    """Return the configuration of a YAML file with changes of the command line, which are Hydra's overrides or flags.
 
     Raises:
         UserError: if it is no YAML.
@@ -36,7 +36,7 @@ def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Return the values of Megatron-LM's meanings."""
+    """Return the values of a configuration by Megatron-LM's meanings."""
     values = dict(config.values)
     activation, norm = str(values["activation"]).lower(), str(values["nemo_norm"]).lower()
     precision, optimizer = str(values["precision"]).lower(), str(values["optimizer_name"]).lower()
@@ -72,7 +72,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
 
 
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
-    """Yield changes of single keys that may save time or memory, as values of meanings."""
+    """Yield changes that may save time or memory, as values by NeMo's meanings."""
     own = {"distributed_optimizer": {"optimizer_name": "distributed_fused_adam"}}
     for change in megatron.changes(config, step, values_of(config)):
         renamed: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Read torchtitan's configurations in Python: functions that return a `Trainer.Config`.
 
 The code is not run. `read_python` parses it, and follows assignments, arithmetic with numbers, and calls of functions
-of the same file and of torchtitan's registry. An expression that it does not follow becomes a setting whose value is a
-variable; a prediction asks for that value. A statement that it does not follow becomes a note.
+of the same file and of torchtitan's registry. A setting whose expression it cannot follow has no value (`UNSET`), and a
+prediction asks for one. A statement that it cannot follow becomes a note.
 
 Source: pytorch/torchtitan at b5bcd76c66d0acb1a08b176d9639425bc55e0b2a, torchtitan/config/README.md and
 models/llama3/config_registry.py; release 0.3.0 has the same form.
@@ -73,7 +73,7 @@ def read_python(text: str, file: str, name: str | None = None) -> PythonConfig:
         name: name of the function (None: the only one).
 
     Raises:
-        UserError: if it is no Python, or has no such function, or several and no name is given.
+        UserError: if the text is no Python, has no such function, or has several and no name is given.
     """
     try:
         module = ast.parse(text)
@@ -132,7 +132,7 @@ class _Reader:
                 self._assign(statement, self._globals)
 
     def makes_config(self, name: str) -> bool:
-        """Return whether a function without arguments returns a configuration, as its annotation or its code says."""
+        """Return whether a function has no arguments and returns a configuration, as its annotation or code says."""
         function = self.functions[name]
         if function.args.args or function.args.kwonlyargs or name.startswith("_"):
             return False
@@ -226,7 +226,7 @@ class _Reader:
         return Call(name, tuple(self._value(each, scope) for each in node.args), fields)
 
     def _field(self, key: str, value: Any, line: int) -> list[Setting]:
-        """Return the settings that a field of the configuration gives."""
+        """Return the settings of a field of the configuration."""
         if key == "model_spec":
             return self._model(value, line)
         if key == "loss":

@@ -1,7 +1,7 @@
 """`FrameworkRun`: the training step that a configuration describes, as a workload of the simulator.
 
-Each framework's module makes one from its `Config` and the devices. `make_plan` turns the numbers of ranks and the
-stage of ZeRO, in the words that most frameworks use, into a plan.
+Each framework's module makes one from its `Config` and the devices. `make_plan` turns a `Layout` into a plan. A layout
+has the properties that most frameworks have keys for, such as the numbers of ranks and the stage of ZeRO.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FrameworkRun:
 
     @property
     def workload(self) -> Workload:
-        """The step as the simulator takes it."""
+        """The step as an input of the simulator."""
         return Workload(
             self.plan,
             self.recipe.model_as_run(self.model),
@@ -71,18 +71,20 @@ class FrameworkRun:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a model in the words of most frameworks.
+    """Distribution of a model over ranks, by properties that most frameworks have keys for.
 
     Attributes:
-        mesh: the ranks by axes.
+        mesh: numbers of ranks along the axes.
         zero: stage of ZeRO, from 0 to 3.
         schedule, stages: the pipeline's schedule, and the number of stages on each rank.
         blocks_of_stages: number of blocks of each stage (empty: as even as possible).
-        units_of_stages: number of pipeline units of each stage, as in `Plan.layers_per_stage` (empty: not given).
-        sequence_parallel: whether sequences are sharded along tp between the matrices.
+        units_of_stages: number of pipeline units of each stage, as in `Plan.layers_per_stage` (empty: not given). Units
+            are blocks, or half-blocks and the head.
+        sequence_parallel: whether activations that no matrix product splits over tp are split along the sequence
+            instead.
         recompute: what is recomputed, as in a plan.
         keeps_weights: whether gathered weights are kept until the step ends.
-        reduce_at: when gradients are reduced.
+        reduce_at: when gradients are reduced, as in a plan.
         context: how queries reach the keys and values of other ranks.
         state_over_replicas: whether gradients and the optimizer's state are also sharded over `dp_replicate`.
     """
@@ -104,8 +106,8 @@ class Layout:
 def make_plan(layout: Layout, model: Blocks) -> Plan:
     """Return the plan of a layout.
 
-    A pipeline's FSDP keeps gathered weights and reduces gradients once a step, as in
-    `shardlab.planner.published.reading.plan_of`.
+    With ZeRO-3 and a pipeline, gathered weights are kept until the step ends, and gradients are reduced once a step, as
+    `shardlab.planner.published.reading.plan_of` assumes too.
     """
     mesh, zero = layout.mesh, layout.zero
     shard = tuple(axis for axis in ("dp_shard", "cp") if getattr(mesh, axis) > 1)
@@ -152,10 +154,15 @@ def _units(blocks: Sequence[int], units: int) -> tuple[int, ...]:
 
 
 def data_ranks(devices: int, others: int, file: str, words: str) -> int:
-    """Return the number of data-parallel ranks that the other axes leave of the devices.
+    """Return the number of data-parallel ranks of some devices.
+
+    Args:
+        devices: number of devices.
+        others: product of the sizes of all other axes.
+        file, words: name of the file and description of these axes, for messages.
 
     Raises:
-        UserError: if they do not divide the devices.
+        UserError: if `others` does not divide the number of devices.
     """
     ranks, rest = divmod(devices, others)
     if rest or not ranks:
@@ -167,10 +174,15 @@ def data_ranks(devices: int, others: int, file: str, words: str) -> int:
 
 
 def cut_batch(file: str, sequences: int, micro_batch_size: int, ranks: int) -> int:
-    """Return the microbatches of a global batch.
+    """Return the number of microbatches in a global batch.
+
+    Args:
+        file: name of the file, for messages.
+        sequences, micro_batch_size: sequences of the global batch, and of a microbatch.
+        ranks: number of data-parallel ranks.
 
     Raises:
-        UserError: if the data-parallel ranks do not divide it.
+        UserError: if the data-parallel ranks do not all get the same number of microbatches.
     """
     each, rest = divmod(sequences, micro_batch_size * ranks)
     if rest or not each:
@@ -182,7 +194,7 @@ def cut_batch(file: str, sequences: int, micro_batch_size: int, ranks: int) -> i
 
 
 def other_micro_batches(step: FrameworkRun) -> Iterator[dict[str, int]]:
-    """Yield changes to microbatches of half and of twice the size, of the same global batch, as values of meanings."""
+    """Yield changes to half and to twice the microbatch size with the same global batch, as values by meaning."""
     size, each = step.micro_batch_size, step.microbatches // step.plan.data_ranks
     if size % 2 == 0:
         yield {"micro_batch_size": size // 2, "accumulation": each * 2}
@@ -191,7 +203,7 @@ def other_micro_batches(step: FrameworkRun) -> Iterator[dict[str, int]]:
 
 
 def model_words(model: Blocks) -> str:
-    """Return a model without a name in words, such as `Llama of 8.03B parameters`."""
+    """Return a description of a model that has no name, such as `Llama of 8.03B parameters`."""
     count = model.parameter_count
     size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     kind = "mixture" if isinstance(model, MoE) else "Llama" if isinstance(model, Llama) else "GPT"

@@ -1,9 +1,10 @@
 """Settings of a configuration: keys with their values and lines, and what each key means.
 
-A `KeyTable` is the vocabulary of one framework, from a TOML file beside this module. It maps meanings, which all
-frameworks share where they can ("tp", "micro_batch_size"), to the framework's own keys, in both directions. Keys that
-do not change the time or the memory of a step are listed with the reason, and so are keys that do, but that no
-prediction here follows. Any other key is reported as not understood. A `Config` holds the settings of one file.
+A *meaning* is Shardlab's name of a setting, such as "tp" or "micro_batch_size". Frameworks that have the same setting
+share its meaning. A `KeyTable` has the keys of one framework, from a TOML file beside this module. It maps meanings to
+the framework's own keys and back. It also lists, each with a reason, keys that do not change the time or the memory of
+a step, and keys that do but that predictions do not follow. Any other key is reported as not understood. A `Config`
+holds the settings of one file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.files import load_table
 
 UNSET = "${"
-"""Beginning of a variable of a script that has no value, such as `${NODES}`."""
+"""Beginning of the text that stands for a variable without a value, such as `${NODES}`."""
 
 
 OFF = (False, None, "", 0, "0", "false", "False", "none", "null")
@@ -40,12 +41,12 @@ class Setting(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The line in words."""
+        """The line, as text for messages."""
         return f"line {self.line}" if self.line else "command line"
 
     @property
     def text(self) -> str:
-        """The setting in the words of its framework."""
+        """The setting as it is written for the framework."""
         key, value = self.key, self.value
         if key.startswith("--"):
             values = " ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else value
@@ -55,12 +56,12 @@ class Setting(NamedTuple):
 
     @property
     def removed(self) -> bool:
-        """Whether this change of a file leaves the key out."""
+        """Whether this setting, used as a change of a file, removes the key."""
         return self.value is None or (self.value is False and self.key.startswith("--"))
 
 
 def change_text(settings: Sequence[Setting]) -> str:
-    """Return a change as the lines of the file or the flags that make it, and the keys that it leaves out."""
+    """Describe a change in one line: its new settings, the keys that it removes, and the lines of the file."""
     added, left = [each.text for each in settings if not each.removed], [each.key for each in settings if each.removed]
     lines = sorted({each.line for each in settings if each.line})
     joined = " ".join(added) if all(each.startswith("--") for each in added) else " and ".join(added)
@@ -81,11 +82,11 @@ class Key:
     """Key of a framework that changes the time or the memory of a step.
 
     Attributes:
-        meaning: what it means, in words that the frameworks share where they can.
-        name: its name today.
-        also: its names in other versions.
-        default: value if it is absent, from the framework's source.
-        off: the flag turns the meaning off.
+        meaning: Shardlab's name of the setting.
+        name: name of the key today; empty if the framework has no such key.
+        also: names of the key in other versions.
+        default: value if the key is absent, from the framework's source.
+        off: whether the key is a flag that turns the setting off.
         kind: type of the value if there is no default: "int" or "float" ("": any).
     """
 
@@ -100,7 +101,7 @@ class Key:
         """Return the value of a setting, converted to the type of the default.
 
         Raises:
-            UserError: if it is of another type.
+            UserError: if the value is of another type.
         """
         value = setting.value
         if self.off:
@@ -140,7 +141,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "list": (_as_list, "a list"),
     "str": (str, "text"),
 }
-"""By the name of a type: the function from a value in a file to this type, and its name in messages."""
+"""By name of a type: the function that converts a value in a file to the type, and a description for messages."""
 
 
 class Reason(NamedTuple):
@@ -159,7 +160,7 @@ class KeyTable:
         source: repository, files and commits from which the keys and their defaults are taken.
         keys: from Shardlab's name of a setting (its meaning) to the framework's key.
         ignored: from a pattern of keys to the reason why they do not matter.
-        unpredicted: from a pattern of keys to what a prediction lacks because of them.
+        unpredicted: from a pattern of keys to what a prediction lacks if they are set.
         versions: from a version to patterns of keys that only this version has.
         data: further tables of the file.
     """
@@ -186,7 +187,7 @@ class KeyTable:
         return next((reason for pattern, reason in self.ignored.items() if fnmatchcase(name, pattern)), None)
 
     def reason_unpredicted(self, name: str) -> str | None:
-        """Return what a prediction lacks because of a key (None: nothing)."""
+        """Return what a prediction lacks if a key is set (None: nothing)."""
         return next((reason for pattern, reason in self.unpredicted.items() if fnmatchcase(name, pattern)), None)
 
     def write(self, meaning: str, value: Any) -> Setting:
@@ -201,7 +202,7 @@ def key_table(framework: str) -> KeyTable:
     table = load_table(f"frameworks/{framework}.toml")
     keys = {meaning: Key(meaning, **row) for meaning, row in table.pop("keys").items()}
     ignored = {pattern: reason for reason, patterns in table.pop("ignored").items() for pattern in patterns}
-    if base := table.pop("base", None):  # whose keys have no name here, but a default
+    if base := table.pop("base", None):  # the keys of that framework have a default here, but no name
         keys = {meaning: replace(key, name="", also=()) for meaning, key in key_table(base).keys.items()} | keys
     versions = {version: tuple(patterns) for version, patterns in table.pop("versions", {}).items()}
     return KeyTable(
@@ -214,12 +215,13 @@ class Config:
     """Settings of one configuration, sorted by what is known of their keys.
 
     Attributes:
-        table: vocabulary of the framework.
+        table: keys of the framework.
         file: name of the file, for messages.
         settings: all settings in order. A later one replaces an earlier one with the same meaning.
-        facts: what the file says of its devices: "nodes", "per_node" and "devices", with their settings.
-        notes: remarks on how it was read.
-        model: name of a model that replaces the configuration's ("": none).
+        facts: settings that say on how many devices the file runs, by "nodes", "per_node" (devices of a node) and
+            "devices".
+        notes: remarks on how the file was read.
+        model: name of a model that replaces the one in the configuration ("": none).
     """
 
     table: KeyTable
@@ -243,7 +245,8 @@ class Config:
         """The value of each meaning: the file's, or else the framework's default.
 
         Raises:
-            UserError: if a value is of another type, or is a variable without a value.
+            UserError: if a value has the wrong type, is below 1 although it counts something, or is a variable without
+                a value.
         """
         found: dict[str, Any] = {}
         unset: dict[str, Setting] = {}
@@ -267,7 +270,7 @@ class Config:
 
     @cached_property
     def understood(self) -> list[Setting]:
-        """Settings whose keys matter and that no later one replaces."""
+        """Settings that have a meaning, and that no later setting replaces."""
         return [each for each in self.settings if each in self.given.values()]
 
     @cached_property
@@ -311,7 +314,8 @@ class Config:
     def with_meanings(self, changes: Mapping[str, Any]) -> Config:
         """Return this configuration with other values of some meanings.
 
-        The keys are those of the file, or else the framework's present ones. A value None removes the key.
+        A meaning that the file has keeps the file's key; others get the framework's key of today. A value None removes
+        the key.
         """
         changed = [key for meaning, key in self.table.keys.items() if meaning in changes]
         kept = [each for each in self.settings if self.table.find(each.key) not in changed]
@@ -319,13 +323,13 @@ class Config:
         return replace(self, settings=(*kept, *added))
 
     def edit(self, meaning: str, value: Any) -> Setting:
-        """Return the setting with which this file gives a meaning a value: its own key and line if it has the key."""
+        """Return the setting that gives a meaning a value, with the key and line of this file if it has the meaning."""
         was = self.given.get(meaning)
         new = self.table.write(meaning, value)
         return new if was is None else Setting(was.key, new.value, was.line)
 
     def fact(self, name: str) -> int | None:
-        """Return a number that the file gives of its devices (None: it gives none, or a variable without a value)."""
+        """Return a number of `facts` (None: the file does not give it, or gives a variable without a value)."""
         setting = self.facts.get(name)
         text = "" if setting is None else str(setting.value)
         return int(text) if text.isdecimal() and int(text) > 0 else None

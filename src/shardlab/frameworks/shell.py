@@ -2,8 +2,8 @@
 
 `run_script` follows a script from top to bottom without running anything. It keeps variables and arrays, and the
 commands with their words and lines. It expands `$A`, `${A:-B}`, `${A[@]}` and `$((A * B))`. A variable without a value
-stays in the word as `${A}`. A condition that depends on one counts as false, and is named in `Script.notes`. The output
-of commands (`$(...)`) is not known. `flags_of` groups words into flags with their values.
+stays in the word as `${A}`. A condition that depends on such a variable counts as false, and is named in
+`Script.notes`. The output of commands (`$(...)`) is not known. `flags_of` groups words into flags with their values.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Script:
 
     Attributes:
         variables: words of each variable: one, or the elements of an array.
-        commands: words of each command, with the assignments before it left out.
+        commands: words of each command, without the assignments before the command.
         directives: options of the scheduler (#SBATCH, #PBS), as flags with their values.
-        notes: what was not followed.
+        notes: loops and conditions that were not followed, as text.
     """
 
     variables: dict[str, list[Word]] = field(default_factory=dict[str, list[Word]])
@@ -60,11 +60,11 @@ class Script:
 
 
 def run_script(text: str, variables: Mapping[str, str] | None = None) -> Script:
-    """Follow a script.
+    """Follow a script without running it, and return its variables and commands.
 
     Args:
         text: the script.
-        variables: values that assignments of the script do not change.
+        variables: values of variables that take precedence over the script's assignments.
     """
     script = Script()
     fixed = dict(variables or {})
@@ -218,14 +218,14 @@ class _Runner:
             self.block(frozenset({"fi"}), active=active and not taken)
 
     def _until(self, *ends: str) -> Sequence[Token]:
-        """Pass all tokens before one of these words, and return them."""
+        """Go to the next token that is one of `ends`, and return the tokens before it."""
         begin = self.at
         while self.at < len(self.tokens) and self.tokens[self.at].text not in ends:
             self.at += 1
         return self.tokens[begin : self.at]
 
     def _test(self, condition: Sequence[Token]) -> bool | None:
-        """Return whether a condition holds (None: it depends on what is not known)."""
+        """Return whether a condition holds (None: it depends on a value that is not known)."""
         for place, token in enumerate(condition):
             if token.is_operator and token.text in ("&&", "||"):
                 both = self._test(condition[:place]), self._test(condition[place + 1 :])
@@ -294,7 +294,7 @@ class _Runner:
             self.script.variables[name] = words
 
     def expand(self, token: Token, *, split: bool = True) -> list[Word]:
-        """Return the words of a raw word.
+        """Expand a raw word, and return the words that result.
 
         Args:
             token: the raw word.
@@ -332,7 +332,7 @@ class _Runner:
         return words
 
     def _parts(self, token: Token) -> Iterator[tuple[str | list[Word], bool, int]]:
-        """Yield the parts of a raw word: text or words of an array, whether it was quoted, and its line."""
+        """Yield the parts of a raw word: the text (or the words of an array), whether it was quoted, and its line."""
         raw, at, line = token.text, 0, token.line
         while at < len(raw):
             end = _end_of_quoted(raw, at)
@@ -426,7 +426,7 @@ class _Runner:
 
 
 def _changed(value: str, change: str) -> str:
-    """Return the value of ${A%B}, ${A##B} and ${A//B/C} for patterns without wildcards ("": another change)."""
+    """Return the value of ${A%B}, ${A##B} and ${A//B/C} for patterns without wildcards ("": any other change)."""
     if found := re.fullmatch(r"%%?([^*?]+)", change):
         return value.removesuffix(found[1])
     if found := re.fullmatch(r"##?([^*?]+)", change):

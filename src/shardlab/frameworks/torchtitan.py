@@ -1,8 +1,8 @@
 """torchtitan: TOML files of 2024 to 2026 and command lines `--section.key=value`.
 
-Since April 2026, torchtitan has no such files: a command names a function of its registry (`--module llama3 --config
-llama3_8b`) or of a module of Python (`python_config`), and may change its result. `torchtitan.toml` lists the keys,
-with their commits.
+Since April 2026, torchtitan has no such files: a command names a function of its registry
+(`--module llama3 --config llama3_8b`) or of a Python module (`python_config`), and further flags may change the
+settings that the function returns. `torchtitan.toml` lists the keys, with their commits.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SCHEDULES = {
     "InterleavedZeroBubble": "interleaved-1f1b",
     "DualPipeV": "dualpipe-v",
 }
-"""Classes of torch.distributed.pipelining, and schedules of shardlab."""
+"""Shardlab's schedules by class of torch.distributed.pipelining."""
 
 CHUNKED_LOSS = "ChunkedLossWrapper"
-"""Class of the loss that holds the logits of some tokens at a time (components/loss.py)."""
+"""Class of the loss that holds the logits of only a part of the tokens at a time (components/loss.py)."""
 
 SECTIONS = (
     *("job", "profiling", "profiler", "metrics", "model", "optimizer", "lr_scheduler", "training", "parallelism"),
@@ -75,7 +75,7 @@ def _lines(text: str) -> dict[str, int]:
 
 
 def read_arguments(arguments: Sequence[Setting]) -> tuple[list[Setting], dict[str, str]]:
-    """Return the settings of flags such as --training.seq_len=8192, and those that select a file or a function."""
+    """Return the settings of flags such as --training.seq_len=8192, and the flags that select a file or a function."""
     settings: list[Setting] = []
     selected: dict[str, str] = {}
     for name, value, line in arguments:
@@ -92,7 +92,7 @@ def registry_settings(module: str, config: str) -> list[Setting]:
     """Return the settings of a function of torchtitan's registry.
 
     Raises:
-        UserError: if it is not known.
+        UserError: if the function is not known.
     """
     known = cast(dict[str, dict[str, Any]], key_table(NAME).data["registry"])
     if config not in known:
@@ -189,7 +189,7 @@ def _schedule(values: Mapping[str, Any], notes: list[str]) -> str:
 
 
 def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
-    """Return the stages on each rank, and the blocks of each stage (`generate_llm_fqn_per_model_part`)."""
+    """Return the number of stages on each rank, and of blocks of each stage (`generate_llm_fqn_per_model_part`)."""
     if mesh.pp == 1:
         return 1, ()
     one = values["schedule"].lower() in ("1f1b", "gpipe")
@@ -266,9 +266,9 @@ def _precision(values: Mapping[str, Any]) -> Precision:
 
 
 def _batch(config: Config, values: Mapping[str, Any], mesh: Mesh, ranks: int) -> tuple[int, int]:
-    """Return the sequences of a microbatch, and the microbatches of a step."""
+    """Return the number of sequences of a microbatch, and the number of microbatches of a step."""
     local = values["local_batch"]
-    if values["microbatch_tokens"] is not None:  # one forward pass of a rank
+    if values["microbatch_tokens"] is not None:  # tokens of one forward pass on a rank
         size = max(1, values["microbatch_tokens"] // values["seq_len"])
         each = (values["pp_microbatches"] or 1) if mesh.pp > 1 else 1
         tokens = values["step_tokens"] or -1
@@ -286,7 +286,7 @@ def _batch(config: Config, values: Mapping[str, Any], mesh: Mesh, ranks: int) ->
 
 
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
-    """Yield changes of single keys that may save time or memory, as values of meanings."""
+    """Yield changes that may save time or memory, as values by meaning: a key with those that it needs."""
     values, mesh = config.values, step.plan.mesh
     free = {"dp_shard": -1} if values["dp_shard"] != -1 else {}
     yield {"recompute": "none"}

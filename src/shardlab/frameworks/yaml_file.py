@@ -1,7 +1,7 @@
 """YAML files: settings with their lines, anchors and merges resolved, and interpolations of OmegaConf.
 
 PyYAML reads the values (`safe_load` resolves anchors, aliases and merges) and the lines. Unknown tags are read as plain
-values, because a tag of a framework's own says nothing that a prediction needs.
+values, because predictions need no tags.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def resolve(settings: list[Setting]) -> list[Setting]:
                     return str(reduce(_OPERATIONS[operation[1]], map(int, numbers)))
                 return found[0]
             path = key.rsplit(".", 1)[0] + inner if inner.startswith(".") and "." in key else inner.lstrip(".")
-            known = values.get(path, values.get(path.removeprefix("training.")))  # as the launcher of NeMo nests it
+            known = values.get(path, values.get(path.removeprefix("training.")))  # the section of NeMo's launcher
             return found[0] if known is None or known == text else str(known)
 
         inner = re.sub(r"\$\{([^${}]*)\}", one, text)

@@ -1,6 +1,6 @@
 """Write a step as DeepSpeed's JSON or accelerate's YAML, with a script that gives the Trainer's arguments.
 
-Neither file contains the model and the sequence length, which are arguments of the training program. JSON has no
+Neither file contains the model or the sequence length, which are arguments of the training program. JSON has no
 comments, so the script lists the properties that the files cannot express.
 """
 
@@ -23,7 +23,7 @@ KEYS = {
     "accumulation": "--gradient_accumulation_steps",
     "seq_len": "--max_seq_length",
 }
-"""Arguments of the Trainer, which accelerate's file does not have."""
+"""Arguments of the Trainer by meaning, for settings that accelerate's file does not have."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
@@ -73,7 +73,7 @@ def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[
     batch = [f"{KEYS[meaning]} {found.values[meaning]}" for meaning in ("micro_batch_size", "accumulation")]
     if "on_host" in found.values:
         remarks = [*remarks, "the model must call deepspeed.checkpointing.checkpoint for each of its blocks"]
-    half = [f"--{name}" for name in ("bf16", "fp16") if found.values.get(name)]  # the Trainer compares them
+    half = [f"--{name}" for name in ("bf16", "fp16") if found.values.get(name)]  # the Trainer checks that they agree
     return json.dumps(nested(inside), indent=2) + "\n", _script(remarks, start, [*batch, *half, *flags])
 
 
@@ -107,7 +107,7 @@ def render_accelerate(found: Translation, step: Workload, remarks: Sequence[str]
 
 
 def arguments(found: Translation, framework: str) -> tuple[str, ...]:
-    """Return the words of the training program that belong to the file."""
+    """Return the arguments of the training program that belong to the file, as words."""
     _, flags = _divided(found, framework, KEYS if framework == deepspeed.ACCELERATE else {})
     return tuple(word for flag in flags for word in flag.split())
 

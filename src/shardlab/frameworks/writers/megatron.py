@@ -96,7 +96,7 @@ def _model(step: Workload, unsaid: list[str]) -> dict[str, Any]:
     values |= {"attention_dropout": float(model.dropout), "hidden_dropout": float(model.dropout)}
     if isinstance(model, MoE):
         values |= {"experts": model.experts, "top_k": model.top_k, "expert_ffn": model.hidden}
-        if model.capacity_factor not in (None, 1.0):  # 1.0 stands for the slots of the tokens that there are
+        if model.capacity_factor not in (None, 1.0):  # 1.0 stands for evenly spread tokens
             values["capacity"] = float(model.capacity_factor)
         if model.shared_experts:
             values["shared_ffn"] = model.shared_experts * model.hidden
@@ -104,7 +104,7 @@ def _model(step: Workload, unsaid: list[str]) -> dict[str, Any]:
 
 
 def _stages(step: Workload, plan: Plan, unsaid: list[str]) -> dict[str, Any]:
-    """Return the number of stages on each rank, and the blocks of the first and the last stage."""
+    """Return the values for the number of stages on each rank, and for the blocks of the first and the last stage."""
     if plan.schedule_name not in ("1f1b", "interleaved-1f1b"):
         unsaid.append(f"the schedule {plan.schedule_name}; Megatron-LM has 1F1B and interleaved 1F1B")
         return {}
@@ -183,7 +183,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "BATCH": ("micro_batch_size", "global_batch"),
 }
-"""Arrays of the script, and their meanings. Others stand in TRAINING."""
+"""Meanings of the arguments in each array of the script. All other arguments are in the array TRAINING."""
 
 
 def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:

@@ -39,7 +39,7 @@ YOURS: dict[str, Any] = {
     "optimizer.learning_rate_scheduler.lr_decay_style": "cosine",
     "optimizer.learning_rate_scheduler.min_decay_lr": 0.00003,
 }
-"""Keys that nanotron asks for and that a plan does not know: src/nanotron/config/config.py at 00708b80."""
+"""Placeholders for required keys that a plan does not determine: src/nanotron/config/config.py at 00708b80."""
 
 ADAMW = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "torch_adam_is_fused": True}
 """Fields of AdamWOptimizerArgs, which have no defaults."""

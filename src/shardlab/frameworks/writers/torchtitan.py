@@ -35,7 +35,7 @@ ONE_STAGE = ("1f1b", "gpipe")
 """Schedules with one stage on each rank."""
 
 HEAD, OLD_HEAD = "lm_head", "output"
-"""Names of the head of a model, of today and in release 0.2.2."""
+"""Names of a model's output layer: today's, and that of release 0.2.2."""
 
 CLASSES = {schedule: name for name, schedule in reversed(torchtitan.SCHEDULES.items())}
 """Classes of torch.distributed.pipelining by schedule."""
@@ -51,7 +51,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def translate_python(step: Workload) -> Translation:
-    """Return the values of the keys of a step for a configuration in Python, and what only TOML files can say."""
+    """Return the translation of a step for a configuration in Python."""
     found = _translate(step)
     values, unsaid = dict(found.values), list(found.unsaid)
     option = str(values.pop("recompute_option", "op"))
@@ -68,7 +68,7 @@ def translate_python(step: Workload) -> Translation:
 
 
 def translate_toml(step: Workload) -> Translation:
-    """Return the values of the keys of a step for a TOML file."""
+    """Return the translation of a step for a TOML file."""
     found, chunked = _translate(step), switch_of(step, "loss") == "chunked"
     unsaid = "the loss in chunks of tokens, which torchtitan has since April 2026, after its last TOML files"
     return replace(
@@ -111,7 +111,7 @@ def _translate(step: Workload) -> Translation:
 
 
 def flavor_of(step: Workload) -> tuple[str, str]:
-    """Return the name and the flavor of torchtitan's model with the sizes of a step's (empty: it has none)."""
+    """Return name and flavor of the torchtitan model with the sizes of a step's model (empty: there is none)."""
     known = cast(dict[str, dict[str, Any]], key_table(torchtitan.NAME).data["models"])
     mine = model_properties(step.model)
     for name, row in known.items():
@@ -177,7 +177,7 @@ def _recompute(step: Workload, unsaid: list[str]) -> dict[str, Any]:
 
 
 def _recipe(step: Workload) -> dict[str, Any]:
-    """Return what is compiled, as the recipe's switches say."""
+    """Return the values of keys that follow from the recipe's switches: what is compiled, and async TP."""
     if switch_of(step, "compile") != "on":
         return {"compile": False}
     found: dict[str, Any] = {"compile": True}

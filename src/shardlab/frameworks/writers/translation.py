@@ -1,4 +1,4 @@
-"""`Translation`: a step in the meanings of a framework's table of keys."""
+"""`Translation`: a step as values by meaning (see `frameworks/settings.py`), and helpers of all writers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ OF_PYTORCH = frozenset({"attention"})
 
 @dataclass(frozen=True)
 class Translation:
-    """Step in the meanings of a framework's keys.
+    """Step as values by meaning, for the keys of a framework.
 
     Attributes:
         values: value by meaning. Meanings that are left out have the framework's default.
-        unsaid: properties that the framework's file cannot express, beside those that a comparison of the steps shows.
+        unsaid: properties that the framework's file cannot express, besides those that `write.differences` finds.
         says_model: whether the values include the model.
-        more: further words of the file, which do not change a prediction or which `explain` does not follow.
+        more: further flags of the file, which do not change a prediction or which `explain` does not follow.
         uncompared: switches of the recipe and properties of the plan that `explain` does not follow, or that no file of
             the framework says.
     """
@@ -52,7 +52,7 @@ def switch_of(step: Workload, name: str) -> str:
 
 
 def blocks_of_stages(step: Workload) -> list[int] | None:
-    """Return the number of blocks of each pipeline stage (None: a stage has half a block, or the head's half alone)."""
+    """Return the number of blocks of each pipeline stage (None: a stage ends within a block)."""
     plan = plan_of(step)
     layers = plan_layers(step.model, plan)
     counts = [end - begin for begin, end in pairwise(plan.bounds(layers.pipeline_units))]
@@ -73,7 +73,7 @@ def commented(remarks: Sequence[str]) -> str:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables within tables of keys such as "optimizer.zero_stage"."""
+    """Return nested tables from a table with keys such as "optimizer.zero_stage"."""
     found: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, name = key.split(".")
@@ -107,7 +107,7 @@ UNPRICED = ("rope_theta", "rope_scaling", "norm_eps", "auxiliary")
 
 
 def model_properties(model: Blocks) -> dict[str, Any]:
-    """Return the fields of a model that change its step, with the values that stand for None."""
+    """Return the fields of a model that change the time or memory of its step. Defaults replace None."""
     found = {each.name: getattr(model, each.name) for each in fields(model) if each.name not in UNPRICED}
     heads, hidden = found.get("heads"), found.get("hidden_size")
     if heads and hidden:

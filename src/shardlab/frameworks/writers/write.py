@@ -1,4 +1,4 @@
-"""Write a step as the configuration of its recipe's framework. Comments list properties that it cannot express.
+"""Write a step as the configuration of its recipe's framework. Comments list properties that the file cannot express.
 
 `write_step` translates the step, reads the translation back as `explain` reads a file, and compares the two steps.
 """
@@ -57,7 +57,7 @@ FRAMEWORK_OF_RECIPE = {
     "deepspeed": "deepspeed",
     "fsdp1": "accelerate",
 }
-"""Framework of a recipe, and of those that build on it."""
+"""Framework by recipe. Recipes that build on one of these have the same framework."""
 
 
 class Written(NamedTuple):
@@ -77,10 +77,10 @@ class Written(NamedTuple):
 
 
 def framework_of(recipe: Recipe) -> str:
-    """Return the framework whose files say how a recipe runs.
+    """Return the framework that a recipe describes.
 
     Raises:
-        UserError: if there is none.
+        UserError: if files of no framework are written for the recipe.
     """
     for name in (recipe.name, *recipe.bases):
         if name in FRAMEWORK_OF_RECIPE:
@@ -90,7 +90,7 @@ def framework_of(recipe: Recipe) -> str:
 
 
 def write_step(step: Workload, model: str) -> Written:
-    """Return the files of the framework of a step's recipe.
+    """Return a step as files of the framework that its recipe describes.
 
     Args:
         step: the step.
@@ -131,7 +131,7 @@ def differences(step: Workload, found: Translation, framework: str, model: str) 
 
 
 def _compared(step: Workload, back: Workload, found: Translation) -> Iterator[tuple[str, str, str]]:
-    """Yield name and both values of each property that differs."""
+    """Yield the name of each property that differs, with its values in both steps."""
     assert isinstance(step.plan, Plan)
     assert isinstance(back.plan, Plan)
     mine, theirs = plan_properties(step, step.plan), plan_properties(back, back.plan)
@@ -170,7 +170,7 @@ def _other_properties(step: Workload) -> dict[str, Any]:
 
 
 def plan_properties(step: Workload, plan: Plan) -> dict[str, Any]:
-    """Return the properties of a plan that change its step, so that plans of equal steps have equal ones."""
+    """Return the properties of a plan that change its step. Plans with equal steps have equal properties."""
     mesh, sizes = plan.mesh, plan.mesh.sizes()
     later = {*BATCH_AXES, "cp"}.difference(plan.axes_of_every_microbatch)
     shared = any(sizes[axis] > 1 for axis in later)
