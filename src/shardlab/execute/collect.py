@@ -1,8 +1,8 @@
 """Weights across ranks: gather a layer on one rank, and replace weights by their averages.
 
 `gather_layer` serves checkpoints and sampling. `averaged_weights` serves evaluation with an exponential moving average
-(EMA): each rank has the averages of the slices that it updates, and sends them to the other ranks that keep weights of
-these slices. Every rank calls both functions.
+(EMA): each rank has the averages of the slices that it updates, and the averages that another rank lacks are broadcast.
+Every rank calls both functions.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -1,4 +1,4 @@
-"""Choice between two kernels for each matrix product on a CPU: torch's own kernel, and oneDNN's.
+"""Choice between two kernels for each large matrix product on a CPU: torch's own kernel, and oneDNN's.
 
 All ranks of a run make the same choices, and so do later runs on this machine. After the first step, rank 0 times both
 kernels on the products of that step (`shardlab.models.tensors.compute`), unless an earlier run on this machine has done
