@@ -87,7 +87,7 @@ class Op(NamedTuple):
             which tokens are dispatched (None: all experts).
         expect: the value that a RECV must deliver, or that a BROADCAST or SCATTER must deliver to a rank other than its
             root.
-        batch: number of a batch of SENDs and RECVs, which are issued together (-1: no batch).
+        batch: number of the batch of messages, or of collectives, that are issued together with this op (-1: no batch).
         root: the only rank that gives (BROADCAST, SCATTER) or receives (GATHER, REDUCE) the whole value (-1: none).
         reduction: how a REDUCE or an ALL_REDUCE combines the members' values.
         factor: the factor of a SCALE.
@@ -237,8 +237,9 @@ class Communication(NamedTuple):
 
     Attributes:
         stream: COLLECTIVE, MESSAGE or COPY.
-        group: the group of a collective.
-        participants: of a collective in group order, of a message (sender, receiver), of a copy its rank.
+        group: the group of a collective (None: it is a message or a copy).
+        participants: the members of a collective in group order, (sender, receiver) of a message, or the rank of a
+            copy.
     """
 
     stream: Stream

@@ -41,7 +41,7 @@ _RESULTS = {
 
 @lru_cache(maxsize=1 << 16)
 def free_op(number: int) -> Op:
-    """Return the FREE of a value. Cached, since most ops are FREE and WAIT, and ranks share those of one number."""
+    """Return the FREE of a value. Cached, since most ops are FREE or WAIT, and equal ones of all ranks are one."""
     return Op(FREE, -1, (number,))
 
 

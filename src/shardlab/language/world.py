@@ -63,7 +63,7 @@ def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatch
     >>> program = trace(fsdp, ranks=4, layers=6, microbatches=4)
 
     Raises:
-        Refused: with the wrong line of the program, or the line that exceeds `MAX_OPS` ops.
+        Refused: with the rank and the op that break a rule, or that exceed `MAX_OPS` ops. The traceback has the line.
         Deadlock: when no rank can go on.
         UserError: for a strategy that is not an async function, or a count below 1.
     """
@@ -132,7 +132,7 @@ class World:
         """Drive `strategy` on every rank, in rank order, until all have ended.
 
         Raises:
-            Refused: at the line of the program that is wrong.
+            Refused: with the rank and the op that break a rule. The traceback has the line.
             Deadlock: when no rank can go on.
             Stalled: when a rank writes no op for too long.
         """

@@ -22,7 +22,7 @@ GRAD_QUERIES, GRAD_KEYS_VALUES = Kind.GRAD_QUERIES, Kind.GRAD_KEYS_VALUES
 
 
 def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
-    """Return the attention of queries to keys and values: the next layer's activation, or a term of it.
+    """Return the attention of queries to keys and values: activation `layer + 1`, or a term of it.
 
     Raises:
         Refused: if layer, heads or microbatches differ, or if all keys are masked.

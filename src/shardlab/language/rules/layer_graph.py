@@ -56,7 +56,7 @@ class Port(NamedTuple):
 
     Attributes:
         tensor: name of the tensor in the layer's nodes.
-        kind, layer: those of the values that enter or leave at the port.
+        kind, layer: kind and layer of the values that enter or leave at the port.
     """
 
     tensor: str
@@ -166,7 +166,11 @@ def boundaries(layers: Sequence[Sequence[tuple[Tensors, Tensors]]]) -> list[tupl
 
 
 def is_attention(reads: Sequence[Tensors]) -> bool:
-    """Return whether the nodes that read these tensors are only an attention, which becomes an op, not a layer."""
+    """Return whether a definition is only an attention, which becomes an op, not a layer.
+
+    Args:
+        reads: the tensors that each of its nodes reads.
+    """
     return len(reads) == 1 and set(reads[0]) == {"q", "kv"}
 
 
