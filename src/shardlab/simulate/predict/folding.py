@@ -17,6 +17,7 @@ about groups and channels; `Rotation`.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -274,6 +275,9 @@ class Rotation:
     sizes: Sizes
     microbatches: int
     _layer_bits: dict[tuple[tuple[str, ...], int], int] = field(default_factory=dict[tuple[tuple[str, ...], int], int])
+    _distances_of: dict[Hashable, Sequence[tuple[int, int]]] = field(
+        default_factory=dict[Hashable, Sequence[tuple[int, int]]]
+    )
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -360,11 +364,25 @@ class Rotation:
         if axis not in ("cp", "tp") or not mask:
             return mask
         moved = 0
-        for slice in range(sequence):
-            there = self._slice(slice, axis, by, neighbours or self.plan.ulysses) - slice
-            some = mask & repeat_pattern(1 << slice, sequence, total)
-            moved |= some << there if there > 0 else some >> -there
+        for distance, cells in self._distances(axis, by, neighbours or self.plan.ulysses):
+            some = mask & cells
+            moved |= some << distance if distance > 0 else some >> -distance
         return moved
+
+    def _distances(self, axis: str, by: int, neighbours: int) -> Sequence[tuple[int, int]]:
+        """Return the distances by which cells of the batch move, each with its cells."""
+        key = axis, by, neighbours
+        known = self._distances_of.get(key)
+        if known is None:
+            slices = defaultdict[int, int](int)
+            for slice in range(self.space.sequence):
+                slices[self._slice(slice, axis, by, neighbours) - slice] |= 1 << slice
+            known = [
+                (distance, repeat_pattern(some, self.space.sequence, self.space.cells))
+                for distance, some in slices.items()
+            ]
+            self._distances_of[key] = known
+        return known
 
     def _slice(self, slice: int, axis: str, by: int, neighbours: int) -> int:
         """Return the slice of the sequence that corresponds to `slice` on the rank at distance `by`.
