@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.language import AXES, Mesh, UserError
+from shardlab.language.mesh import axes_between
 
 small_sizes = st.lists(st.integers(1, 3), min_size=len(AXES), max_size=len(AXES)).filter(lambda s: math.prod(s) <= 64)
 meshes = small_sizes.map(lambda sizes: Mesh(**dict(zip(AXES, sizes, strict=True))))
@@ -73,3 +74,13 @@ def test_an_unknown_axis_is_refused_with_the_axes_there_are(ask: object) -> None
     assert callable(ask)
     with pytest.raises(UserError, match=r"axis 'dp' is not an axis of a mesh; the axes are pp, dp_replicate, .*, ep"):
         ask(0, "dp")
+
+
+@given(small_sizes, st.data())
+def test_ranks_are_in_one_group_along_exactly_the_axis_between_them(sizes: list[int], data: st.DataObject) -> None:
+    mesh = Mesh(*sizes)
+    rank, other = (data.draw(st.integers(0, mesh.world - 1)) for _ in range(2))
+    axes = axes_between(mesh, rank, other)
+    assert all(mesh.coordinate(rank, axis) != mesh.coordinate(other, axis) for axis in axes)
+    shared = [axis for axis in AXES if rank != other and other in mesh.group(rank, axis).ranks]
+    assert shared == ([*axes] if len(axes) == 1 else [])

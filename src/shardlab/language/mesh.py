@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from shardlab.common.errors import UserError
 
@@ -107,3 +107,9 @@ class Mesh:
             raise UserError(f"axis {axis!r} is not an axis of a mesh; the axes are {', '.join(AXES)}")
         inner = AXES[AXES.index(axis) + 1 :]
         return math.prod(getattr(self, name) for name in inner)
+
+
+@lru_cache(maxsize=4096)
+def axes_between(mesh: Mesh, rank: int, other: int) -> tuple[str, ...]:
+    """Return the axes along which two ranks differ, outermost first."""
+    return tuple([axis for axis in AXES if mesh.coordinate(rank, axis) != mesh.coordinate(other, axis)])

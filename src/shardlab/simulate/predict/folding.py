@@ -20,7 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 
 from shardlab.common.user_code import MAX_FOLDED_OPS
 from shardlab.language import (
@@ -39,6 +39,7 @@ from shardlab.language import (
     World,
 )
 from shardlab.language.collective_calls import Call, collective_results, unite_members
+from shardlab.language.mesh import axes_between
 from shardlab.language.rendezvous import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
 from shardlab.language.rules.collectives import scatter_part
 from shardlab.language.rules.kinds import ROW_KINDS, Kind, repeat_pattern
@@ -235,12 +236,14 @@ def _all_there(group: Group, stride: int) -> bool:
 
 def _along(mesh: Mesh, source: int, to: int) -> tuple[str, int]:
     """Return the axis along which two ranks differ, and their distance on it."""
-    apart = [axis for axis in mesh.sizes() if mesh.coordinate(source, axis) != mesh.coordinate(to, axis)]
-    if len(apart) != 1:
+    axes = axes_between(mesh, source, to)
+    if len(axes) != 1:
         raise UserError(f"a message goes from rank {source} to rank {to}, along no one axis; it cannot be folded")
-    return apart[0], (mesh.coordinate(to, apart[0]) - mesh.coordinate(source, apart[0])) % mesh.sizes()[apart[0]]
+    axis = axes[0]
+    return axis, (mesh.coordinate(to, axis) - mesh.coordinate(source, axis)) % mesh.sizes()[axis]
 
 
+@lru_cache(maxsize=4096)
 def _twin(mesh: Mesh, source: int, to: int, stride: int) -> tuple[int, int]:
     """Return (source, target) of the traced channel for messages from `source` to `to`.
 

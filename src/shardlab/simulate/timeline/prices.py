@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from shardlab.language import Group, Kind, Op, OpKind, Program, Sizes, Spec
+from shardlab.language.mesh import axes_between
 from shardlab.language.ops import COLLECTIVES
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.language.rules.kinds import ROW_KINDS
@@ -225,9 +226,8 @@ def awaited_by(program: Program, row: int, op: Op) -> Awaited:
     """
     if op.group is not None:
         return op.kind, op.group.axis
-    mesh, here = program.mesh, rank_of(program, row)
-    apart = [axis for axis in mesh.sizes() if mesh.coordinate(here, axis) != mesh.coordinate(op.peer, axis)]
-    return OpKind.SEND, apart[0] if len(apart) == 1 else "world"
+    axes = axes_between(program.mesh, rank_of(program, row), op.peer)
+    return OpKind.SEND, axes[0] if len(axes) == 1 else "world"
 
 
 def awaited_text(awaited: Awaited) -> str:
