@@ -4,9 +4,9 @@ An entry is some seconds of compute, a pass whose collectives may have to queue 
 wait. A wait identifies its collective by counting back from the latest one of the group, not by an absolute number. So
 the same entries can be replayed at any position of a schedule.
 
-A row is the sequence of entries of one rank, which represents its pipeline stage. `step_seconds` replays all rows
-together, on the event loop that also replays whole tapes. Messages are always rendezvous here, and every communicator
-has a separate stream, as on NCCL.
+A row is the sequence of entries of one rank, which represents all ranks at its position of the pipeline.
+`step_seconds` replays all rows together, on the event loop that also replays whole tapes. Messages are always
+rendezvous here, and every communicator has a separate stream, as on NCCL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MESSAGE: Awaited = (OpKind.SEND, "pp")
 class Compute:
     """Seconds of compute, and of collectives that are awaited immediately and delay nothing else.
 
-    The recorder adds subsequent compute to the same entry.
+    A `StepRecorder` adds subsequent compute to the same entry.
 
     Attributes:
         seconds: duration.
@@ -183,7 +183,7 @@ def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG
 
 
 class RowParts(NamedTuple):
-    """Seconds of all rows by what they do.
+    """Seconds in which rows compute, and in which they wait for communication.
 
     Attributes:
         end: time at which the last row ends.
@@ -198,7 +198,7 @@ class RowParts(NamedTuple):
 
 
 def row_parts(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG) -> RowParts:
-    """Return the seconds of all rows by what they do. The arguments are those of `step_seconds`."""
+    """Return the seconds in which rows compute and wait. The arguments are those of `step_seconds`."""
     clocks = _run_clocks(rows, contention, lag)
     computing, exposed = 0.0, clocks.exposed
     for entries, _ in rows:
@@ -237,7 +237,7 @@ class _Meeting(PendingCommunication):
     """Communication between rows that not all of them have joined yet.
 
     Attributes:
-        part: the part of its first row.
+        part: the part of the row that joined first.
     """
 
     __slots__ = ("part",)
@@ -312,7 +312,7 @@ class _RowClocks(EventLoop[_Meeting]):
         self.end = max(self.end, computed, latest)
 
     def _end_of_wait(self, row: int, clock: float, times: StartEnd, awaited: Awaited) -> float:
-        """Return the time at which a row resumes computing that waits for a communication.
+        """Return the time at which a row resumes computing after its wait for a communication.
 
         If communication slows compute down, this includes the time that the row has lost to the communication.
         """

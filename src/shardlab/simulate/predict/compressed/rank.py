@@ -517,9 +517,9 @@ class CompressedRank(StepRecorder):
     ) -> None:
         """Add a measured pass to the step.
 
-        If no other collective is in flight on the streams of its collectives, its seconds count as compute. Otherwise
-        the clocks decide which of its collectives have to queue. If ranks lose time at each wait, its collectives are
-        started and awaited one by one.
+        If no collective is in flight on the streams that the pass uses, its seconds count as compute. Otherwise the
+        clocks decide which of its collectives have to queue. If ranks lose time at each wait (`Prices.lag`), its
+        collectives are started and awaited one by one in any case.
 
         Args:
             done: the pass.
@@ -612,7 +612,7 @@ class SizedHandle:
     def relative_to(self, layer: int) -> Hashable:
         """Return the state of the collective, with layers counted from `layer`.
 
-        It consists of how many collectives of the group ago it was started, its output and its input.
+        The state is a tuple: how many collectives of the group ago it was started, its output, and its input.
         """
         values = [value and (value.part, value.layer - layer, value.keys) for value in (self.result, self.read)]
         return (self.rank.started[self.group] - self.number, *values)

@@ -178,7 +178,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return StateSnapshots(self.compressed, self.weights, self.gradients)
 
     def run_step(self, key: StepKey) -> CompressedStep:
-        """Run a step that is not a message, or the end of the schedule, and return it."""
+        """Run a step that is not a message, or the end of the schedule, and return its compressed step."""
         self.key, self.compressed.step_kind = key, key.kind
         running = self.finish(key) if key.kind is None else self.step(self.step_for(key))
         try:
@@ -212,7 +212,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.compressed.wait_for_all()
 
     def message(self, key: StepKey) -> CompressedStep:
-        """Run a step that sends or receives."""
+        """Run a step that sends or receives, and return its compressed step."""
         boundary = key.boundary
         assert boundary is not None
         self.wait_for_sends(key)

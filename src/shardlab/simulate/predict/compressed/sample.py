@@ -544,7 +544,7 @@ def with_more_bytes(done: MeasuredPass, bytes: int, slot: int, *, during: bool =
     """Return a measured pass that ends with more bytes, or with fewer, than in the sample.
 
     There are two cases. In the sample, a backward pass adds its gradient to an older one, so the gradient takes no
-    memory. The first backward pass of a step on a rank stores the gradient, which takes memory.
+    memory. The first backward pass of an optimizer step on a rank stores the gradient, which takes memory.
 
     The other case is a forward pass. Its incoming residual stream lies inside the value that the previous layer saves,
     if that layer keeps everything for its backward pass and is on the same rank. This may be true on the rank and not

@@ -1,10 +1,10 @@
 """Steps of pipeline ranks, each computed once per kind of rank, state of the rank, and key of the step.
 
-`StepCompressor.compress` turns a rank's schedule into a list of `CompressedStep`s. `StepCompressor.row` returns their
-timed events (entries), from which the clocks compute the time of the optimizer step, and `StepCompressor.peak` returns
-the most bytes that the rank holds. Ranks with the same kinds of layers, weights and neighbours share one `RankKind`,
-which runs a single rank and caches the result of each step. With more microbatches the schedule is longer, but few of
-its steps are new.
+A step is one action of a rank's schedule here. `StepCompressor.compress` turns a schedule into a list of
+`CompressedStep`s. `StepCompressor.row` returns their timed events (entries), from which the clocks compute the time of
+the optimizer step, and `StepCompressor.peak` returns the most bytes that the rank holds. Ranks with the same kinds of
+layers, weights and neighbours share one `RankKind`, which runs a single rank and caches the result of each step. With
+more microbatches the schedule is longer, but few of its steps are new.
 """
 
 from __future__ import annotations
