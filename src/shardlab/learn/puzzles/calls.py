@@ -114,10 +114,7 @@ Result = TypeVar("Result")
 
 
 class PuzzleRefused(Refused, AssertionError):
-    """Refusal of a solution. The sentence names rank, op, layer and elements.
-
-    It is an AssertionError, which published solutions expect.
-    """
+    """Refusal of a solution. It is also an `AssertionError`, which published solutions expect."""
 
     @classmethod
     def of(cls, refusal: Refused) -> Self:
@@ -133,11 +130,11 @@ class PuzzleRefused(Refused, AssertionError):
 
 
 class PuzzleDeadlock(PuzzleRefused, Deadlock):
-    """Deadlock of ranks that wait for one another; the message names the whole cycle."""
+    """Refusal of ranks that wait for one another for ever. The message names the whole cycle."""
 
 
 class RunningRank(Protocol):
-    """Interface of a rank for its values.
+    """Interface of a rank through which its values are counted in its memory, and refusals name it.
 
     Attributes:
         rank: number of the rank.
@@ -148,7 +145,7 @@ class RunningRank(Protocol):
     log: list[PuzzleEvent]
 
     def derive(self, *values: Any) -> None:
-        """Count values that were created or read in the memory of the rank."""
+        """Count values in the memory of the rank that it created, received or read just now."""
 
 
 _running_rank: ContextVar[RunningRank | None] = ContextVar("shardlab_puzzle_rank", default=None)
@@ -163,7 +160,7 @@ def record_derived(value: Result, *read: Any) -> Result:
     """Count a new value in the memory of the running rank, and return it.
 
     Args:
-        read: values that were read without an op, as in `a + b`. They count in the memory until now.
+        read: values that were read without an op, as in `a + b`. They count in the rank's memory until now.
     """
     rank = _running_rank.get()
     if rank is not None:
@@ -242,7 +239,8 @@ class PuzzleEvent:
 
 
 GRACE_SECONDS = 1.0
-"""Seconds without an operation after which a rank counts as missing."""
+"""Seconds without progress of any rank after which the watch stops waiting for ranks that have not started, or that
+await something other than a communication."""
 
 STOP = "the other ranks stop, fix it there"
 """Remedy in the refusals of waiting ranks when another rank has raised an error."""

@@ -1,8 +1,8 @@
 """Communication between the puzzles' ranks: collectives, and one mailbox per rank.
 
-The k-th collectives of all ranks belong together. A mailbox holds one message. Nothing is delivered while a rank can
-continue. Once none can, only the earliest event in simulated time happens. Results therefore do not depend on the order
-in which an event loop runs the ranks.
+The k-th collective calls of all ranks form one collective. A mailbox holds one message. Nothing is delivered while a
+rank can continue. Once no rank can, one collective is completed, or else the mailboxes' earliest event in simulated
+time happens. Results therefore do not depend on the order in which an event loop runs the ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Contribution(Blocked):
     """Contribution of one rank to a collective.
 
     Attributes:
-        name, layer, value: arguments of the call.
-        time: time at which the rank arrived.
-        collective: contribution of every rank; None for ranks that have not arrived.
+        name: name of the collective, such as `allreduce`.
+        layer, value: arguments of the call.
+        time: simulated time at which the rank arrived.
+        collective: contribution of every rank (None: the rank has not arrived).
     """
 
     name: str
@@ -119,7 +120,15 @@ def combine(parts: list[Contribution]) -> list[Any]:
 
 @dataclass(eq=False)
 class Message(Blocked):
-    """Message in flight. When it enters the mailbox, `inside` becomes true and its sender continues."""
+    """Message in flight. When it enters the mailbox, `inside` becomes true and its sender continues.
+
+    Attributes:
+        to: receiving rank.
+        value: the object that is sent.
+        sent: simulated time at which the message was sent.
+        about: text of the object, for descriptions of the wait.
+        inside: whether the message is in the receiver's mailbox.
+    """
 
     to: int
     value: Any
@@ -134,13 +143,13 @@ class Message(Blocked):
 
 @dataclass(eq=False)
 class Receiver(Blocked):
-    """Rank that waits for a message from any rank."""
+    """Rank that waits for a message from any rank, since the simulated time `since`."""
 
     since: float
     watch: AsyncioWatch
 
     def wait(self) -> Wait:
-        """Return a description of the wait. Any other rank could send; ranks that wait themselves are named first."""
+        """Return a description of the wait. Its blockers are the other ranks that wait, or all others if none does."""
         others = [r for r in range(self.watch.ranks) if r != self.rank] or [self.rank]
         waiting, ended = self.watch.waiting(), [r for r in self.watch.ended() if r != self.rank]
         over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""
@@ -156,7 +165,7 @@ class Mailboxes:
         self.readers: list[Receiver] = []
 
     def advance(self) -> bool:
-        """Process the earliest event. Returns False if there is none.
+        """Process the earliest event: a message enters a mailbox, or a rank receives one. Returns False without events.
 
         A rank receives the message that was sent first. Of two messages sent at the same time, the one from the lower
         rank comes first.

@@ -1,8 +1,8 @@
 """Grading: run a solution of a puzzle, and compare its time and memory with the goals.
 
-`grade` is the entry point. It runs a solution of a `Model` on all ranks, or traces and times a strategy of a `Rank`
-(`timeline_of_strategy`). `Grade` is the result, for a terminal and for a notebook (`grade_html`). `Puzzle` is one of
-the eight puzzles in `puzzles.toml`.
+`grade` is the entry point. It runs a solution that takes a `Model` on all ranks, or traces and times a strategy, which
+takes a `Rank` (`timeline_of_strategy`). `Grade` is the result, for a terminal and for a notebook (`grade_html`).
+`Puzzle` is one of the eight puzzles in `puzzles.toml`.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
 
     Args:
         puzzle: number or name of the puzzle.
-        solution: a program of a `Model` with the puzzles' own names, or of a `Rank` of `shardlab.language`.
-        seconds: time limit.
+        solution: function of a `Model`, which has the puzzles' own names, or of a `Rank` of `shardlab.language`.
+        seconds: time limit of the solution.
 
     Raises:
         UserError: for a puzzle that does not exist, or a solution that is not a function of a model or a rank.
-        Exception: if the solution itself raises one that is not a refusal.
+        Exception: any exception of the solution that is not a refusal.
     """
     task = find(puzzle)
     if not seconds > 0:
@@ -85,7 +85,7 @@ class GoalRow(NamedTuple):
     Attributes:
         name: name of the figure.
         value: value that the solution reaches.
-        goal: value to reach ("": none).
+        goal: largest value that is accepted ("": any value is).
         missed: whether the value exceeds the goal.
     """
 
@@ -101,11 +101,11 @@ class Grade:
 
     Attributes:
         puzzle: the puzzle.
-        error: reason why it is wrong ("": it updates every weight from the whole batch).
+        error: reason why the solution is wrong ("": it updates every weight from the whole batch).
         steps, end: time at which its last op starts, and at which its last op ends, in units of `PUZZLE_COSTS`.
         peak_memory: largest number of elements on any rank.
         models: ranks after the run (empty for a strategy of a `Rank`).
-        timeline: timeline of a strategy of a `Rank` (None if it is wrong).
+        timeline: timeline of a strategy of a `Rank` (None if it is wrong, or the solution takes a `Model`).
     """
 
     puzzle: Puzzle
@@ -130,7 +130,7 @@ class Grade:
         """Return a picture: a row for each rank, and memory below.
 
         Raises:
-            UserError: if there is nothing to draw, or too much.
+            UserError: if nothing was timed, or if there are more than `MOST_DRAWN` events.
         """
         count = sum(len(model.log) for model in self.models)
         if self.timeline is None and not count:
@@ -192,7 +192,7 @@ def grade_html(title: str, verdict: str, rows: Sequence[GoalRow], picture: Pictu
 
 
 def is_strategy(signature: inspect.Signature) -> bool:
-    """Return whether a function takes a `Rank`: by its annotation, or by the name of its argument."""
+    """Return whether a function's first argument is a `Rank`: by its annotation, or without one by the name `rank`."""
     first = next(iter(signature.parameters.values()), None)
     if first is None:
         return False
@@ -209,7 +209,7 @@ def timeline_of_strategy(strategy: Strategy, puzzle: Puzzle) -> Timeline:
     another one.
 
     Raises:
-        PuzzleRefused: if it is wrong. The message has the wrong line.
+        PuzzleRefused: if the strategy is wrong. The message names the line at fault.
         UserError: if it is not an async function of a rank.
     """
     function = function_of(strategy)
@@ -260,11 +260,11 @@ class Puzzle:
 
     Attributes:
         number: 0 to 7.
-        name: name of the strategy to write, for `grade`.
+        name: name of the puzzle, for `grade`.
         title, text: the task.
         ranks, layers, batches: numbers of ranks, layers and microbatches with which it is graded.
-        target_steps, target_memory: published targets: start time of the last op, and peak memory in elements.
-        known_steps, known_memory: time and memory of the published solution.
+        target_steps, target_memory: published targets: latest start of an op, and peak memory in elements of any rank.
+        known_steps, known_memory: the same figures of the published solution.
     """
 
     number: int
@@ -379,7 +379,8 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
 class _WakingSelector(DefaultSelector):
     """Selector that waits at most `TICK_SECONDS`, because a thread that waits in an idle event loop cannot be stopped.
 
-    A task or a timer could not wake the loop instead: `Stopped` may be raised when the loop is about to run it.
+    A task or a timer that wakes the loop would not do, because `Stopped` may be raised when the loop is about to run
+    it, and would end it.
     """
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:

@@ -75,15 +75,15 @@ class Stores:
         self.grad_activations: dict[Any, ActivationGrad] = {}
         self.grad_weights: dict[Any, WeightGrad] = {}
         self._alive: dict[int, tuple[PuzzleValue, int]] = {}
-        """By id of a value, since equal values use separate memory: the value, and the number of log entries that count
-        it or precede it."""
+        """By id of a value, since equal values use separate memory: the value, and the number of log entries, from the
+        first, that already count it or precede its creation."""
 
     def stores(self) -> Storage:
         """The five stores, in the published order."""
         return self.weights, self.opt_states, self.activations, self.grad_activations, self.grad_weights
 
     def memory(self) -> float:
-        """Elements in the stores."""
+        """Return the number of elements in the stores."""
         return sum(value.memory() for value in self._stored())
 
     def status(self) -> None:
@@ -114,7 +114,10 @@ class Stores:
         self.time = event.end
 
     def derive(self, *values: Any) -> None:
-        """Count values that were created, received or read. Older values have been alive since their creation."""
+        """Count values that were created, received or read just now.
+
+        If an earlier call counted a value, its elements are added to the memory of all events since that call.
+        """
         for value in values_in(values):
             _, counted = self._alive.get(id(value), (value, len(self.log)))
             for event in self.log[counted:]:
@@ -268,13 +271,13 @@ class PuzzleCompute(Stores):
 
     @contextmanager
     def _judging(self, op: About, *values: Any) -> Generator[About]:
-        """Begin an op as a context manager that names the op in refusals."""
+        """Begin an op. In the context, refusals become `PuzzleRefused` and name this rank."""
         self.begin(*values)
         with translate_refusals(self):
             yield op
 
     def _spec(self, op: About, what: str, value: PuzzleValue) -> Spec:
-        """Return the spec of a value. Microbatches are compared by number, whatever their total."""
+        """Return the spec of a value, with this model's number of microbatches instead of the value's own."""
         spec = rules.spec_of(op, what, value)
         return spec._replace(form=spec.form.but(space=self._space))
 
@@ -327,7 +330,7 @@ class PuzzleModel(PuzzleCompute):
         """Print "Correct!" if the ranks together have updated every layer exactly once.
 
         Raises:
-            PuzzleRefused: if not. The message names the layer, and the rank or the elements.
+            PuzzleRefused: if not. The message says what is wrong with the final weights of which layer.
         """
         verify(models)
         print("Correct!")
@@ -387,7 +390,7 @@ def verify(models: Sequence[PuzzleModel]) -> None:
     Replicas are accepted, and the shards of a layer may be on any ranks.
 
     Raises:
-        PuzzleRefused: if not. The message names the layer, and the rank or the elements.
+        PuzzleRefused: for such weights, and for a communication that was not awaited.
     """
     if not models:
         raise PuzzleRefused("wrong number", "Model.check", "no models were given", "give those of all ranks")
@@ -403,7 +406,7 @@ def verify(models: Sequence[PuzzleModel]) -> None:
 
 
 def draw(models: Sequence[PuzzleModel]) -> Picture:
-    """Print the start time of the last op and the largest memory, and return a picture of all ranks."""
+    """Print the latest start of an op and the largest memory of any rank, and return a picture of all ranks."""
     events = [(number, event) for number, model in enumerate(models) for event in model.log]
     if events:
         steps = max(model.log[-1].time for model in models if model.log)

@@ -1,9 +1,10 @@
-"""The puzzles' five kinds of value. A value has a spec, which says what it holds and sums, but no data.
+"""The puzzles' five kinds of value. A value has a spec, which says what it holds and sums (docs/glossary.md), but no
+data.
 
-Shards and microbatches may be given as any collection of numbers. Values are immutable. Two values with the same slices
-are equal, even if these are counted in different numbers of shards. The functions after the classes are rules of the
-puzzles that are more lenient than `shardlab.language.rules`, so that published solutions run. `Picture`, at the end, is
-drawn when a notebook first shows it.
+Shards and microbatches may be given as any collection of numbers. Values are immutable. Values with the same slices are
+equal, even if their numbers of shards differ: shard 0 of 2 equals shards 0 and 1 of 4. The functions after the classes
+are rules of the puzzles that are more lenient than `shardlab.language.rules`, so that published solutions run. A
+`Picture` is drawn when a notebook first shows it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ ONE: frozenset[int] = frozenset({0})
 
 
 class PuzzleValue:
-    """Value of one layer. A field that a kind of value does not use is equal in all values of the kind.
+    """Value of one layer. A field that a kind of value does not use keeps its default.
 
     Attributes:
         kind: kind of the value in `shardlab.language`.
         layer, layers: number of the layer, and number of layers of the network.
         step: number of updates so far.
-        batches, total_batches: microbatches of the value, and number of microbatches of the step.
-        shards, total: shards of the layer that the value has, and number of shards.
+        batches, total_batches: microbatches of the value (for a weight's gradient, those summed into it), and number of
+            microbatches of the step.
+        shards, total: shards of the layer that the value has, and number of shards of the whole layer.
     """
 
     kind: ClassVar[Kind]
@@ -131,7 +133,7 @@ class Sharded(PuzzleValue):
             return record_derived(self.holding(Holds(mask_of([shard]), total)), self)
 
     def holding(self, holds: Holds) -> Self:
-        """Copy the value with other slices of the layer."""
+        """Return a copy of the value with other slices of the layer."""
         return replace(cast(Any, self), shards=frozenset(bits(holds.mask)), total=holds.of)
 
 
@@ -183,7 +185,7 @@ class WeightGrad(Sharded):
         return record_derived(total, self, other)
 
     def summing(self, spec: Spec) -> WeightGrad:
-        """Copy the gradient with the microbatches of `spec` added."""
+        """Return a copy of the gradient with the microbatches of `spec` instead of its own."""
         return replace(self, batches=frozenset(bits(spec.cells)))
 
 
@@ -227,7 +229,13 @@ def spec_of(op: About, what: str, value: Any) -> Spec:
 
 
 def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return the combination of pieces of one value. Replicas are accepted, and pieces need not be adjacent."""
+    """Return the spec of the combined pieces of one value. Replicas are accepted, and pieces need not be adjacent.
+
+    Args:
+        op: the op, for a refusal.
+        specs: specs of the pieces.
+        names: names of the pieces, for a refusal.
+    """
     first = specs[0]
     holds = first.holds
     for spec, name in zip(specs, names, strict=True):
@@ -314,7 +322,7 @@ class Picture:
 
 
 def timeline_picture(timeline: Timeline) -> Picture:
-    """Return a picture with a row for each rank, and the memory below."""
+    """Return a picture with a row for each rank, and the memory of all ranks below."""
 
     def make() -> str:
         from shardlab.draw import timeline_svg
