@@ -4,8 +4,8 @@ The functions that a script or a notebook needs are here: `trace`, `check`, `sim
 `train` and `draw`, with `Plan` and `Model` (see `shardlab.api`). Four of them share their names with packages:
 `shardlab.train(...)` trains, and `from shardlab.train import Callback` imports from the package.
 
-Values, stores and timelines show themselves as pictures in a notebook. The drawing, and matplotlib with it, is
-imported when the first one does. Torch and the planner are imported by the functions that need them.
+A notebook shows values, stores and timelines as pictures. The package that draws them, and with it matplotlib, is
+imported for the first picture. Torch and the planner are imported by the functions that need them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Model", "Plan", "Refused", "UserError"]
 __all__ += ["check", "draw", "plan", "predict", "simulate", "trace", "train", "verify"]
 
 LAZY = {"Model": "shardlab.models", "Plan": "shardlab.strategies.plan.plan"}
-"""Modules of the classes that are imported on first use."""
+"""Names of the classes that are imported on first use, each with its module."""
 
 
 def __getattr__(name: str) -> Any:
@@ -47,8 +47,11 @@ def __getattr__(name: str) -> Any:
 
 
 class _CallablePackage(ModuleType):
-    """Package that is also the function of its name. `inspect.signature` follows `__wrapped__`, and `help` shows the
-    docstring, which begins with that of the function."""
+    """Package that can be called as the function of the same name.
+
+    `inspect.signature` follows `__wrapped__` to the function. `help` shows the docstring of the package, which begins
+    with that of the function.
+    """
 
     __wrapped__: Callable[..., Any]
 
@@ -73,4 +76,4 @@ for function in (api.check, api.draw, api.simulate, api.train):
 for kind, name in {Timeline: "timeline_svg", Value: "value_svg", Store: "store_svg"}.items():
     picture.register(kind, partial(_draw, name))
 
-sys.modules["shardlab.program"] = language  # its name in strategy files of earlier runs
+sys.modules["shardlab.program"] = language  # the name by which strategy files of earlier runs import it

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @public
 def trace(strategy: AnyStrategy, ranks: Ranks = None, layers: Layers = None, microbatches: int = 4) -> Program:
-    """Run a strategy once on symbolic values, and return what each rank does: one list of ops, its tape.
+    """Run a strategy once on symbolic values, and return the program: for each rank a list of ops, its tape.
 
     >>> program = shardlab.trace("fsdp", ranks=2)
     >>> program
@@ -58,8 +58,9 @@ def trace(strategy: AnyStrategy, ranks: Ranks = None, layers: Layers = None, mic
     Args:
         strategy: an async function of one rank, a plan, a built-in name, or path/to/file.py:function.
         ranks: number of ranks, or a mesh (default: the strategy's).
-        layers: layers of the model of the LLM Training Puzzles, or sizes of another model (default: the strategy's).
-        microbatches: microbatches of the global batch.
+        layers: number of layers of the model of the LLM Training Puzzles, or the `Sizes` of another model (default: the
+            strategy's).
+        microbatches: number of microbatches in the global batch.
 
     Raises:
         Refused: for a wrong program.
@@ -83,11 +84,12 @@ def check(
     <Checked <Program of 4 ranks, 4 layers and 4 microbatches> that runs on gloo and nccl>
 
     Args:
-        strategy: what `trace` takes, or a program that it returned. The passes of a plan are applied.
+        strategy: as for `trace`, or a program that `trace` returned. If a strategy or plan names passes over tapes,
+            they are applied.
         ranks, layers, microbatches: as for `trace`. A program has them already.
 
     Raises:
-        Refused: with the rank, the op, what is missing or doubled, and the line of the program.
+        Refused: for a wrong program. The message names the rank, the op, what is missing or doubled, and the line.
         UserError: for an unknown name, or sizes that do not fit.
     """
     from shardlab.check import Checked
@@ -114,16 +116,16 @@ def simulate(
     layers: Layers = None,
     microbatches: int = 4,
 ) -> Timeline:
-    """Check a strategy, and simulate the time and the memory of one step in time units.
+    """Check a strategy, and simulate one step: its time in time units, and its memory in elements.
 
     >>> timeline = shardlab.simulate("gpipe", ranks=4)
     >>> timeline.end, timeline.peak_memory
     (22.52000206, 1835008)
 
     Args:
-        strategy: what `check` takes, or its result.
-        costs: times of ops: "teaching" (default), "puzzle" for those of the LLM Training Puzzles, or a text such as
-            "forward=1,send=0.2".
+        strategy: as for `check`, or a result of `check`.
+        costs: times of ops: "teaching" (default; a forward pass of one microbatch through one layer takes 1), "puzzle"
+            for those of the LLM Training Puzzles, or a text such as "forward=1,send=0.2".
         ranks, layers, microbatches: as for `check`.
 
     Raises:
@@ -146,11 +148,11 @@ class Prediction:
     Attributes:
         seconds: duration of the step.
         tokens_per_second: tokens per second on all devices together.
-        mfu: model FLOPs utilization, as a share.
+        mfu: model FLOPs utilization, between 0 and 1.
         memory: bytes that the fullest device would hold if its memory were unlimited.
         fits: whether the step runs in the memory of the devices.
-        workload: the step: model, cluster, plan and batch.
-        forecast: the time and memory in detail.
+        workload: inputs of the prediction: model, cluster, plan and batch.
+        forecast: time, peak memory of each pipeline rank, and memory of the fullest device by purpose.
     """
 
     seconds: float
@@ -171,20 +173,23 @@ class Prediction:
 
     @property
     def confidence(self) -> tuple[Confidence, ...]:
-        """Expected errors of the time and of the memory, from predictions of the most similar measured runs."""
+        """Expected errors of the time and of the memory, from predictions of the most similar measured runs.
+
+        With a profile of this machine as cluster, there is only the error of the time.
+        """
         from shardlab.simulate.predict.confidence import step_confidence
 
         return step_confidence(self.workload)
 
     @property
     def may_not_fit(self) -> str:
-        """Sentence that says that the step may not fit, given the expected error of its memory ("": it fits)."""
+        """Warning that less memory is free than the expected error of the predicted memory ("": enough is free)."""
         from shardlab.simulate.predict.confidence import may_not_fit
 
         return may_not_fit(self.confidence, self.forecast.memory.total, self.forecast.memory.capacity)
 
     def timeline(self) -> Timeline:
-        """Replay all ops of the step, and return their timeline. It takes long for many microbatches."""
+        """Replay all ops of the step, and return their timeline. With many microbatches, the replay takes long."""
         return self.workload.estimate().timeline()
 
 
@@ -213,18 +218,19 @@ def predict(
     Args:
         model: a name such as llama3-8b, a file, or a model of `shardlab.models`.
         cluster: devices and their number, such as h100x64, a file, or a cluster.
-        plan: a plan, or the name of a built-in one, which is laid out over all devices.
+        plan: a plan, or the name of a built-in one, whose mesh then covers all devices.
         global_batch: sequences of a step (default: `micro_batch_size` for each device).
         tokens_per_step: tokens of a step, such as "4M", in place of `global_batch`.
         micro_batch_size: sequences of a microbatch (default: 1).
-        precision: fp32, bf16, bf16-fp32-grads or fp16 (default: the recipe's).
+        precision: name of the precision, such as bf16, bf16-fp32-grads or fp8 (default: the recipe's).
         recipe: how a framework runs the step, such as torchtitan (default: Shardlab's own).
-        switches: options of that framework by name, such as {"attention": "flash2"}.
+        switches: options of the recipe's framework by name, such as {"attention": "flash2"}.
         optimizer: optimizer whose state is counted.
-        memory: memory that the step may use on each device, such as "72GiB" (default: all of it).
+        memory: memory that the step may use on each device, such as "72GiB" (default: all of it). It applies if
+            `cluster` is a name or a file.
 
     Raises:
-        UserError: for an unknown name, or sizes that do not fit. A step that does not fit into memory is predicted.
+        UserError: for an unknown name, or sizes that do not fit. A step that does not fit into memory is not an error.
     """
     from shardlab.cli.step_request import StepRequest
     from shardlab.models import Blocks
@@ -280,8 +286,8 @@ class ChosenPlan:
     Attributes:
         plan: the plan.
         prediction: predicted time and memory of a step.
-        choice: the results of the search, with the reasons.
-        command: the command with the same options.
+        choice: results of the search, and the reasons for the plan.
+        command: `shardlab plan` with the options of the call.
     """
 
     plan: Plan = field(repr=False)
@@ -325,10 +331,10 @@ def plan(model: str, cluster: str, *, recipe: str | None = None, seconds: float 
         model: a name such as llama3-8b, or a file.
         cluster: devices and their number, such as h100x64, or a file.
         recipe: how a framework runs the step, such as torchtitan (default: Shardlab's own).
-        seconds: time limit of the search and its explanation.
+        seconds: time limit in seconds, for the search and for the reasons that the report gives.
         limits: other options of the command by name, with `_` for `-`: global_batch=512, tp=8, max_pp=4,
-            recompute="none", precision="bf16", memory="72GiB", explain=True. With forecasts=100, that many plans are
-            simulated, and the result does not depend on the speed of this machine.
+            recompute="none", precision="bf16", memory="72GiB", explain=True. With forecasts=100, at most 100 plans are
+            simulated. If `seconds` is long enough for them, the result does not depend on the speed of this machine.
 
     Raises:
         UserError: for unknown names and limits, and if no plan fits.
@@ -349,7 +355,7 @@ def plan(model: str, cluster: str, *, recipe: str | None = None, seconds: float 
 
 @public
 def verify(strategy: AnyStrategy, **settings: Any) -> Verdict | None:
-    """Train a few steps on real processes and on one device, and compare them, as `shardlab verify` does.
+    """Train a few steps on real processes and again on one device, and compare the results, as `shardlab verify` does.
 
     >>> verdict = shardlab.verify("ddp", ranks=2, steps=1)
     >>> verdict.ok, verdict.gradient_error < 1e-12
@@ -360,11 +366,12 @@ def verify(strategy: AnyStrategy, **settings: Any) -> Verdict | None:
         settings: options of the command by name, with `_` for `-`: ranks=4, layers=8, precision="bf16", clip=1.0.
 
     Returns:
-        The errors of loss, gradients and weights; None on ranks other than 0 of a launcher's world.
+        The errors of loss, gradients and weights. None if a launcher such as torchrun started this process, and it is
+        not rank 0.
 
     Raises:
         Refused: for a wrong program.
-        UserError: for what the command refuses.
+        UserError: for options and values that the command refuses.
         RankFailed: when a rank fails.
     """
     from shardlab.cli.train.from_python import command_from, strategy_name
@@ -389,8 +396,8 @@ def train(
 ) -> Summary | None:
     """Train a language model, as the command `shardlab train` does.
 
-    Ranks are processes of this machine; under torchrun, srun or mpiexec this process is one of them. The results are
-    in a folder, as the command leaves them.
+    Ranks are processes of this machine. Under torchrun, srun or mpiexec, this process is one of them. The results are
+    written to a folder, `out`, with the same files as by the command.
 
     >>> summary = shardlab.train("ddp", ranks=2, steps=2, hidden_size=16, layers=2, out="runs/short")
     >>> summary.steps
@@ -398,16 +405,17 @@ def train(
 
     Args:
         strategy: name, path/to/file.py:function, or the function itself, which must be in a file.
-        callbacks: observers of the training (`shardlab.train.Callback`), of which every rank gets a copy. They may be
-            of a class that this script or notebook defines.
+        callbacks: observers of the training (`shardlab.train.Callback`), of which every rank gets a copy. Their
+            classes may be defined in the script or notebook that calls this function.
         settings: options of the command by name, with `_` for `-`: ranks=2, hidden_size=64, learning_rate=1e-3,
-            data=["text.txt"], out="runs/first". A flag is True, or False for its opposite; None is left out.
+            data=["text.txt"], out="runs/first". The value of a flag is True, or False for its opposite. An option
+            with the value None is left out.
 
     Returns:
-        Results of the training; None on ranks other than 0 of a launcher's world.
+        Results of the training. None if a launcher such as torchrun started this process, and it is not rank 0.
 
     Raises:
-        UserError: for what the command refuses.
+        UserError: for options and values that the command refuses.
         RankFailed: when a rank fails or hangs.
         KeyboardInterrupt: when the training was interrupted before it could save.
     """
@@ -452,11 +460,11 @@ def draw(
     True
 
     Args:
-        thing: a timeline, a value or a store; a prediction; or what `simulate` takes.
-        path: SVG file to write as well, which is replaced.
-        title: title of a timeline (default: the name of the strategy).
+        thing: a timeline, a prediction, a value or a store, or a strategy or program as for `simulate`.
+        path: SVG file to write as well. An existing file is replaced.
+        title: title of a timeline (default: `thing` if it is a name, otherwise no title).
         color_by: what the colours of a timeline mean: "pass" or "layer".
-        costs, ranks, layers, microbatches: as for `simulate`. A timeline or a prediction has them already.
+        costs, ranks, layers, microbatches: as for `simulate`. All things but a strategy or program have them already.
 
     Raises:
         Refused, UserError: as `simulate` does, and if the file cannot be written.
@@ -493,7 +501,7 @@ def _inputs(
     """Return the strategy, its number of ranks, and its number of layers or its sizes.
 
     Raises:
-        UserError: for an unknown name, something that is no strategy, and numbers below 1.
+        UserError: for an unknown name, an object that is not a strategy, and numbers below 1.
     """
     from shardlab.cli.plan_options import NO_FLAGS
     from shardlab.strategies import STRATEGIES, Plan

@@ -1,6 +1,7 @@
-"""The time in which the command is loaded: half a second, or many on a busy machine.
+"""Messages while the command is being loaded, which takes half a second, or many seconds on a busy machine.
 
-Ctrl-C prints one line. In a terminal, a line says after a second that the command is being loaded, and goes away.
+Ctrl-C prints one line and ends the process. In a terminal, a line says after one second that the command is being
+loaded. It is erased when the command starts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ INTERRUPTED = 130
 """Exit code that a shell reports for a process that SIGINT has ended."""
 
 NOTICE_SECONDS = 1.0
-"""Seconds of loading after which a terminal shows the line about it."""
+"""Seconds after which a line in the terminal says that the command is being loaded."""
 
 
 def show_notice() -> None:
@@ -38,7 +39,7 @@ def leave(number: int, frame: FrameType | None) -> None:
 def leave_when_interrupted() -> None:
     """Call `leave` on Ctrl-C, if this process runs the command and no other handler is set."""
     word = os.path.basename(sys.argv[0]) if sys.argv else ""
-    is_command = word in ("shardlab", "-m") and "multiprocessing.spawn" not in sys.modules  # no child of it
+    is_command = word in ("shardlab", "-m") and "multiprocessing.spawn" not in sys.modules  # not a child of it
     if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
         if os.isatty(2) and "JPY_PARENT_PID" not in os.environ:  # a cell of a notebook is no terminal
@@ -46,7 +47,7 @@ def leave_when_interrupted() -> None:
 
 
 def loaded() -> None:
-    """Restore Python's handler, which raises KeyboardInterrupt, and erase the line about loading."""
+    """Restore Python's handler of Ctrl-C, which raises KeyboardInterrupt, and erase the line about loading."""
     _notice.cancel()
     if _shown.is_set():
         os.write(2, b"\x1b[2K")
