@@ -359,7 +359,7 @@ def _can_be_placed(op: Op, spec: Spec, sizes: Sizes) -> bool:
         return False  # it is freed before its FREE on the tape
     tokens = form.kind is Kind.ACTIVATION and not form.layer
     wider = form.kind in ROW_KINDS and form.layer > 0 and sizes.signatures[form.layer - 1].projects
-    return not tokens and not wider  # both have another dtype than their kind
+    return not tokens and not wider  # both have another dtype than other values of their kind
 
 
 def _arena(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes, size: BufferBytes) -> Arena:

@@ -201,7 +201,7 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places:
     own = {op.outputs[0] for op in loads}
     one_each = len({op.layer for op in loads}) == len(loads) and len(concerned) == len(loads) + len(updates)
     if one_each and all(op[2][1] in own for op in updates):
-        return  # each layer's one loaded weight is what its update is given, and so it ends there
+        return  # each layer has one loaded weight, and its update reads and ends that weight
     kept = KeptWeights(tape, specs)
     memory = WeightMemory(tape, specs, kept)
     for at, op in enumerate(tape):

@@ -50,7 +50,7 @@ COMPARED = frozenset(
 """Ops whose results an audit compares."""
 
 _CHANGING = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, OpKind.ADD, OpKind.SCALE})
-"""Ops, besides an update, that change weights."""
+"""Ops other than an update that change the weights that they read."""
 
 LoadKey = tuple[int, OpKind, int, Holds | None]
 """(rank, op, layer, slices) of a load: key of a value that a rank keeps from step to step."""
@@ -215,7 +215,7 @@ class ValueNumbering:
         layers = checked.program.rules.layers
         self._directed = checked.program.sizes.directed
         self._atomic = {rules.layer_number for rules in layers if any(node.atomic for node in rules.layer.nodes)}
-        self._contributed: list[dict[int, int]] = [{} for _ in checked.communications]  # by rank
+        self._contributed: list[dict[int, int]] = [{} for _ in checked.communications]  # rank -> number
         self._batches: dict[int, dict[int, list[int]]] = {}
         self._delivered: dict[int, int] = {}  # communication -> number of its result
         self._distributing: set[int] = set()  # communications that give each member another value
@@ -327,7 +327,7 @@ class ValueNumbering:
         alike = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
         if alike and op.kind.row.combines is Combiner.UNION:
             return self.numbers.join(zip(map(positions, specs), given, strict=True))
-        # along another index than the batch
+        # the pieces are of another index than the batch
         return self.numbers.number_of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
 
     def _bucket(self, communication: Communication) -> tuple[object, ...]:

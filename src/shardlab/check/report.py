@@ -111,7 +111,7 @@ class Retrace:
             rank.ops = ops
         with contextlib.suppress(Refused), contextlib.redirect_stdout(io.StringIO()):
             world.run(self._traced)
-            world.finish()  # which moves some ops
+            world.finish()  # it moves some ops
 
     def line(self, rank: int | None, op: int | None) -> int:
         """Return the number of the line that wrote an op or was about to; if it is unknown, that of the function."""

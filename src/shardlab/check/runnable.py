@@ -257,7 +257,7 @@ def _cannot_compute(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why 
         if cut > 1 and (holds.of != cut or holds.pieces != 1):
             given = f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once"
             return given, "compute with one slice on each rank"
-    # A value that is made of batches has the same slices of each batch if the batches have.
+    # A value computed from loaded batches holds the same slices of each microbatch if these batches do.
     elif op[0] is OpKind.LOAD_BATCH:
         batch = specs[op.outputs[0]]
         if not _even(batch):

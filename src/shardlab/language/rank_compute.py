@@ -19,7 +19,7 @@ from shardlab.language.values import Value
 Values = tuple[Value, ...]
 
 Part = tuple[int, int]
-"""(index from 0, number of equal parts)"""
+"""(index from 0, number of equal parts) of a layer's experts."""
 
 # named once, since Python 3.11 looks up an enum's member ten times as slowly as a global
 FORWARD, RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 PER_OP = "per-op"
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts")
-"""Modules that Megatron-LM can recompute, in Shardlab's order. It leaves out modules of models that it lacks."""
+"""Modules that Megatron-LM can recompute, in Shardlab's order. Modules of models that Shardlab does not have are left
+out."""
 
 _DOTS = frozenset({"qkv_proj", "out_proj"})
 

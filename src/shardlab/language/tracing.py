@@ -108,7 +108,7 @@ class Tracer(ABC):
         self._outstanding: dict[int, Handle[Any]] = {}
         self._batches = 0
         self._batch = -1  # number of the open batch of messages
-        self._batch_start = 0  # index of the op with which it begins
+        self._batch_start = 0  # index of that batch's first op
         self._counted = 0
         # The next count is due at this number of values or handles. It costs one comparison an op.
         self._next_count = VALUES_PER_COUNT

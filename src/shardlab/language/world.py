@@ -51,10 +51,10 @@ ARGUMENT_COUNTS = re.compile(r"(?<=\(\) takes )(?:from )?(\d+)(?: to (\d+))? pos
 """Numbers of arguments in Python's error about the arguments of a verb. They count the rank itself."""
 
 TORCH_ARGUMENTS = {"dst": "to", "src": "source", "group": "axis", "op": "reduction", "shards": "of", "num": "of"}
-"""Names of arguments in torch.distributed, each with that of a verb."""
+"""Names of arguments in torch.distributed, each with the name of the same argument of a verb."""
 
 CLOSING_TRIES = 100
-"""Number of awaits in `finally` clauses that are closed before a program is abandoned."""
+"""Number of attempts to close a coroutine whose `finally` clauses await again, before it is abandoned."""
 
 
 def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:
