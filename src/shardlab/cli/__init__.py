@@ -180,7 +180,7 @@ def _parsed(words: list[str]) -> Any:
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise unknown_command(words[0], COMMANDS, "shardlab")
     names = subcommand_names(COMMANDS[words[0]]) if words[0] in COMMANDS and words[1:] else []
-    known = {*names, *(Learn().elsewhere if words[0] == "learn" else ())}  # exercises have a sentence of their own
+    known = {*names, *(Learn().elsewhere if words[0] == "learn" else ())}  # exercises have their own error message
     if names and words[1] not in known and not words[1].startswith("-"):
         raise unknown_command(words[1], names, f"shardlab {words[0]}")
     if {"-h", "--help"} & set(words):

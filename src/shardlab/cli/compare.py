@@ -45,7 +45,7 @@ SHOWN_RANKS = 8
 """Largest number of ranks that are shown. --json has all."""
 
 SHOWN_RUNS = 3
-"""Largest number of runs beside a run that are named."""
+"""Largest number of other runs in the parent folder of a run that are named."""
 
 SHOWN_STEPS = 6
 """Number of steps for which the losses of several runs are shown. --json has all."""
@@ -121,7 +121,7 @@ class Compare:
         return 0
 
     def _beside_prediction(self, folder: Path) -> int:
-        """Compare one run with its prediction, and name the runs beside it."""
+        """Compare one run with its prediction, and name other runs in its parent folder."""
         beside = _sentence_about_runs_beside(folder)
         if beside and not any(folder.glob("measured*.jsonl")):
             raise UserError(f"{folder} has no trace (shardlab train --trace) to compare with a prediction; {beside}")
@@ -208,7 +208,7 @@ def traced_run(folder: Path, cluster: str | None, recipe: str | None, *, other_m
 
 
 def run_figures(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a run for a comparison: its last losses, and medians over its steps after the warm-up."""
+    """Return a run's figures: last losses, largest memory, and medians over its steps after the warm-up."""
     from shardlab.train.run import WARM_UP
 
     later = records[min(WARM_UP, len(records) - 1) :]
@@ -339,7 +339,10 @@ def runs_report(
 
 
 def _sentence_about_runs_beside(folder: Path) -> str:
-    """Return a sentence that names the newest runs beside a run, and how to compare them ("": there are none)."""
+    """Return a sentence that names the newest other runs in a run's parent folder, and the command that compares them.
+
+    It is empty if there are none.
+    """
     from shardlab.train.history import runs_beside
 
     runs = runs_beside(folder) if folder.is_dir() else []
@@ -365,7 +368,8 @@ def _add_how_to_predict(report: Report, ranks: int) -> None:
 
 
 Row = tuple[tuple[str, ...], Pair, float, str]
-"""Row of a table of pairs: its words, a predicted and a measured value, and the factor from the values to a unit."""
+"""Row of a table of pairs: its words, a predicted and a measured value, the factor that converts both into the shown
+unit, and the name of this unit."""
 
 
 def _add_pairs(report: Report, headings: Sequence[str], rows: Sequence[Row], *, predicted: bool) -> None:

@@ -67,7 +67,7 @@ CLASS_GROUPS: dict[type[Any], str] = {
 
 @cache
 def help_tables() -> dict[str, dict[str, str]]:
-    """Return what the help and the error messages know about options, from help.toml."""
+    """Return the tables of help.toml about options, which the help and the error messages use."""
     return load_table("cli/help.toml")
 
 
@@ -164,7 +164,7 @@ class Report:
         """Add a line or a table for the console, wrapped at the width of the terminal.
 
         Args:
-            text: the line. If it is not wrapped, it is a text without markup.
+            text: the line. Its markup is interpreted only if `wrap` is true.
             style: style of the line.
             wrap: whether a line is also wrapped in a pipe.
         """
@@ -325,7 +325,7 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
         name: name of the command, without the command that contains it.
         kind: class of the command.
     """
-    if "what" in (hints := get_type_hints(kind, include_extras=True)):  # a command of several commands
+    if "what" in (hints := get_type_hints(kind, include_extras=True)):  # a command with subcommands
         union, *about = get_args(hints["what"])
         commands = dict(map(get_args, get_args(union)))
         views = {command: help_view(subcommand.name, command) for command, subcommand in commands.items()}

@@ -140,7 +140,7 @@ def _cells(run: PastRun) -> dict[str, str | Text]:
 
 
 def _last_figures(run: PastRun) -> list[str]:
-    """List those of a run's last losses, step time, speed and memory that are known."""
+    """Return a run's last losses, step time, speed and memory as texts, without those that are unknown."""
     figures = (
         (run.last.get("loss"), "loss {:.3f}"),
         (run.validation_loss, "validation loss {:.3f}"),

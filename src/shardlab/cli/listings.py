@@ -479,7 +479,7 @@ def as_text(value: Any) -> str:
 
 
 def _provenance(figure: Figure, source: str) -> str:
-    """Return the source of a figure unless it equals `source`, the target of its fit, and its runs."""
+    """Return a figure's source (unless it equals `source`), what it was fitted to, and the ids of these runs."""
     parts = [
         f"{'assumed' if figure.assumed else 'source'}: {figure.source}" if figure.source not in ("", source) else "",
         f"fitted to: {figure.fitted_to}" if figure.fitted_to else "",

@@ -128,7 +128,7 @@ class PlanOptions:
             sources: sources of lower precedence than the flags, such as a config file. They are used if the flags give
                 neither a name, a plan nor a mesh.
             otherwise: number of ranks if neither flags nor sources give one (None: unknown).
-            follows: whether to adapt a mesh that has another number of ranks.
+            follows: whether to adapt the plan's mesh if it does not have the requested number of ranks.
 
         Raises:
             UserError: if the flags contradict the strategy, the number of ranks or each other.

@@ -121,7 +121,7 @@ class StepRequest:
         """Cluster of the request.
 
         Raises:
-            UserError: if there is no such cluster, or its devices have less memory.
+            UserError: if there is no such cluster, or its devices have less memory than `memory`.
         """
         assert self.cluster is not None
         if not isinstance(self.cluster, str):
@@ -184,7 +184,8 @@ class StepRequest:
         """Return the number of microbatches of a step, and the number of sequences in each.
 
         Args:
-            data_ranks: number of data-parallel ranks that divide the microbatches (None: the strategy is not a plan).
+            data_ranks: number of data-parallel ranks, among which microbatches are divided (None: the strategy is no
+                plan).
 
         Raises:
             UserError: if options contradict each other, or the batch does not divide.
@@ -262,6 +263,7 @@ class StepRequest:
 def default_precision(recipe: Recipe, device: Device) -> Precision:
     """Return the precision that a framework uses on a device by default.
 
-    It is bfloat16 if the device supports it. The recipe tells whether gradients are then reduced in float32.
+    It is bfloat16 if the device supports it, else float32. With bfloat16, the recipe says whether gradients are reduced
+    in float32.
     """
     return recipe.defaults.with_gradients(BF16) if "bfloat16" in device.flops else FP32

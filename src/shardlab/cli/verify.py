@@ -48,8 +48,8 @@ class Verification(NamedTuple):
         proof: checked program of the job.
         clip: norm to which gradients were clipped (None: not clipped).
         verdict: differences from one device.
-        with_casts: differences of a second run, in float32, of a program with casts, which are off in float64 (None: no
-            such run).
+        with_casts: differences of a second run, in float32 (None: there was none). A program with casts has one,
+            because its casts are off in float64.
     """
 
     job: Job
@@ -247,7 +247,7 @@ def add_lossy_run(report: Report, verdict: Verdict) -> None:
 
 
 def as_json(results: Sequence[CaseResult], total: int, seconds: float) -> dict[str, Any]:
-    """Return the results for --json; they are ok if all of `total` cases are."""
+    """Return the results for --json. The field `ok` is true if all `total` cases have run and are ok."""
     from shardlab.train.verification.cases import TOLERANCE
 
     rows = [
@@ -266,7 +266,7 @@ def as_json(results: Sequence[CaseResult], total: int, seconds: float) -> dict[s
 def print_tables(results: Sequence[CaseResult], total: int, seconds: float, console: Console) -> None:
     """Print tables of strategies, sharding options and pipelines, each with the case that has the largest error.
 
-    Fewer results than `total` are those of a run that was interrupted.
+    If there are fewer results than `total`, the run was interrupted.
     """
     from shardlab.train.verification.cases import ALONE, TOLERANCE
 

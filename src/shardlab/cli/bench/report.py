@@ -131,7 +131,7 @@ def add_rows(report: Report, rows: Sequence[PairRow], ranks: int) -> None:
 
 
 def add_sizes(report: Report, measured: Sequence[CollectivePoint]) -> None:
-    """Add every collective at every size, when it is called repeatedly."""
+    """Add every collective at every size, as measured by repeated calls."""
     table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", gap=1)
     for point, before in zip(measured, [None, *measured], strict=False):
         if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
@@ -185,7 +185,7 @@ def add_layers(report: Report, layers: Sequence[LayerPoint], peaks: dict[tuple[s
     sizes = len({key[1:] for key in rows})
     before = ""
     for (layer, width, sequences, tokens, dtype), ops in sorted(rows.items(), key=lambda row: row[0]):
-        if not ops.keys() & set(PASSES):  # only the fit has drawing a batch and adding a gradient
+        if not ops.keys() & set(PASSES):  # drawing a batch or adding a gradient, which only the fit uses
             continue
         if before and layer != before and sizes > 1:
             table.add_row()

@@ -261,7 +261,7 @@ def _keys(settings: Sequence[Setting]) -> str:
 
 
 def _some(texts: Sequence[str]) -> list[str]:
-    """Join the first texts, and add the number of the remaining ones."""
+    """Return the first texts, followed by the number of the remaining ones."""
     left = len(texts) - NAMED_KEYS
     return [*texts[:NAMED_KEYS], *([f"{left} more (--verbose lists all)"] if left > 0 else [])]
 

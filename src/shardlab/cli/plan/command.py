@@ -241,7 +241,7 @@ class PlanCommand:
         Args:
             problem: the problem that the options describe.
             began: start of --seconds, as a value of `time.monotonic`.
-            measured: as for `choose`.
+            measured: measured steps, which correct the predictions (None: no measurements are planned).
         """
         from shardlab.planner.choose import choose
         from shardlab.planner.search import Budget

@@ -47,7 +47,7 @@ NOTE = (
 
 
 def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
-    """Predict all configurations of a file, and print the grades of the choices that follow.
+    """Predict all configurations of a file, and grade the choices that these predictions make.
 
     Args:
         runs: file of measured runs.

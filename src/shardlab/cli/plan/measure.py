@@ -52,7 +52,7 @@ OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|MemoryEr
 def commands(experiments: list[Experiment], problem: Problem, words: str) -> list[tuple[str, Path]]:
     """Return the command and the new run folder of each experiment.
 
-    For plans of another framework, the list is empty.
+    The list is empty for plans of another framework, and for precisions that only predictions support.
 
     Args:
         words: options of `shardlab train` that give the model.

@@ -16,7 +16,7 @@ KINDS = ("forward", "input", "weight", "activation", "kept")
 
 @dataclass(frozen=True)
 class CostsFile:
-    """Contents of a costs file, with one number for each stage.
+    """Contents of a costs file, with one number for each stage. All times have one unit, and all memory has one unit.
 
     Attributes:
         forward, input, weight: times of the forward pass and of the two halves of the backward pass.

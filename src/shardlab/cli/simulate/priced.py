@@ -87,7 +87,7 @@ class PricedStep:
 
     @property
     def step(self) -> float:
-        """Duration of the step."""
+        """Duration of the step in seconds."""
         return self.estimate.step if self.forecast is None else self.forecast.seconds
 
     @property
@@ -325,7 +325,10 @@ def add_network(report: Report, cluster: Cluster, slower: float | None = None) -
 
 
 def slower_with_few_nics(workload: Workload) -> float | None:
-    """Return the relative increase of the step time with a quarter of the NICs (None: their number is not assumed)."""
+    """Return the relative increase of the step time with a quarter of the NICs.
+
+    None if the number of NICs is not assumed, if one node has all ranks, or if the strategy is no plan or has passes.
+    """
     from shardlab.simulate.predict.forecast import forecast
 
     cluster = workload.cluster

@@ -159,11 +159,12 @@ class StepOptions:
     def step_in_units(self, request: StepRequest) -> UnitStep:
         """Trace and check the program, and run its passes.
 
-        The file of an exercise of the course has the mesh and the sizes on which it is graded, unless options change
+        An exercise of the course is traced with the mesh and the sizes for which it is graded, unless options change
         them.
 
         Raises:
-            UserError, Refused: as `checked` does.
+            UserError: if options or sizes do not fit together.
+            Refused: if the program is wrong.
         """
         from shardlab.learn.course.folder import exercise_of
 

@@ -48,8 +48,8 @@ PERIOD_TOLERANCE = 0.01
 digits."""
 
 SHOWN_ROWS, SHOWN_RANKS = 20, 16
-"""Largest number of rows and of distinct ranks shown. Shown ranks are evenly spaced; if each takes several rows, they
-are fewer."""
+"""Largest number of rows and of distinct ranks shown. Shown ranks are evenly spaced. If each takes several rows, fewer
+ranks are shown."""
 
 LONGEST_NAME = 11
 """Largest number of characters of a list of ranks. If it would be longer, each of the ranks has its own row."""

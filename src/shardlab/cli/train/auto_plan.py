@@ -47,7 +47,7 @@ MEASURING_SHARE = 0.1
 """Largest time for measuring plans, as a share of the run's predicted time."""
 
 MEASURING_SECONDS = 30.0
-"""Largest time for measuring plans, in seconds. The smallest possible number of steps may exceed it."""
+"""Largest time for measuring plans, in seconds. The smallest possible number of steps may take longer."""
 
 SETUP_SECONDS = 10.0
 """Approximate time for choosing the plans' passes and starting the ranks, in seconds."""

@@ -107,8 +107,8 @@ def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -
     Args:
         count: number of restarts.
         out: folder of the failed run, if --out was given.
-        save_every: value of --save-every. A run with it that has no checkpoint failed before the first one, so nothing
-            is lost, and it starts again in its folder.
+        save_every: value of --save-every. If it was given, a run without a checkpoint failed before its first one.
+            Nothing is lost then, and the run starts again in its folder.
 
     Raises:
         UserError: if --out or --save-every is missing.

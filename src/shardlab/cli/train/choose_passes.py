@@ -139,8 +139,8 @@ def run_passes_here(
 def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool) -> str:
     """Return settled passes that suit all numbers of microbatches of a job.
 
-    If there are several numbers, `fuse-steps` is left out unless it is named. Each step must find the weights that the
-    previous one kept for it, but the layers that this pass keeps may depend on the number.
+    If there are several numbers, `fuse-steps` is left out unless it is named. This pass keeps the weights of some
+    layers for the next step, which must expect the same layers, but the layers may depend on the number.
     """
     names = entry.passes_on(job.ranks, DEFAULT_PASSES)
     named = named_passes(names)

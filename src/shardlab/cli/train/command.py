@@ -179,7 +179,7 @@ class Train:
         """Return the run to resume (None: start a new one). The ranks of a launcher agree on it.
 
         Raises:
-            UserError: if it cannot be resumed, or options contradict each other.
+            UserError: if the run cannot be resumed, or options contradict each other.
         """
         if self.resume is None:
             if self.from_step is not None:

@@ -84,7 +84,7 @@ def free_bytes(place: str) -> tuple[int | None, str]:
 
 
 def cluster_here(ranks: int) -> Cluster | None:
-    """Return a cluster that describes this machine, from its profile or else the table of GPUs (None: in neither)."""
+    """Return a cluster that describes this machine, from its profile or the table of GPUs (None: neither has it)."""
     from shardlab.execute.requirements import gpu_count
     from shardlab.measure.profile import this_machine
     from shardlab.simulate.hardware import Cluster, Profile, find_cluster

@@ -26,7 +26,7 @@ Answer = tuple[int, str, bytes]
 
 
 class EditServer:
-    """Server of one editor, and of the levels of the course.
+    """Server of one editor, and of the course's exercises on pipelines (levels).
 
     Args:
         editor: the editor.

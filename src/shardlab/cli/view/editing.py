@@ -52,7 +52,7 @@ class Judgement:
     Attributes:
         sentence: error, or the goals that are not reached yet ("": neither).
         legal: whether the text is right.
-        step: step that it gives (None: the text is wrong).
+        step: step of the schedule or the program (None: the text is wrong).
         files: files to save, by name.
     """
 
@@ -254,7 +254,7 @@ def editor_of(options: StepOptions) -> Editor:
 
 
 def levels() -> list[CourseEntry]:
-    """Return the exercises of the course on pipelines."""
+    """Return the course's exercises on pipelines."""
     return [entry for entry in course() if entry.exercise.number in LEVELS]
 
 
