@@ -63,7 +63,7 @@ class Kind:
 
     Attributes:
         recipe: the recipe, then the recipes on which it builds.
-        switches: its switches that differ from their defaults, each as `name=value`.
+        switches: the recipe's switches that differ from their defaults, each as `name=value`.
         device: name of the device.
         mixture: whether the model is a mixture of experts.
         axes: axes of `AXES` with several ranks (None: any axes).
@@ -162,11 +162,11 @@ class Confidence:
     Attributes:
         figure: "time" or "memory".
         runs: number of runs.
-        mean, worst: mean and maximum of the errors' absolute values, predicted / measured - 1.
+        mean, worst: mean and maximum of the absolute values of the errors (predicted / measured - 1).
         bias: mean of the signed errors. Below 0, predictions are too fast or too small.
         basis: the runs as text, such as "26 runs of megatron-core on h100".
         recipes, devices, publishers: recipes, devices and publishers of the runs.
-        unmeasured: properties of the step that no run has, as text.
+        unmeasured: properties of the step that no run of its recipe has, or the only publisher of its kind, as text.
         at_least: mean absolute error of first predictions, if the step is unmeasured (0: it is not).
     """
 

@@ -4,7 +4,7 @@ A replay counts the bytes of tensors at their peak (`Peak`). A framework uses mo
 parts that the workload's recipe describes:
 
 - Buffers that exist for the whole step. Megatron-LM allocates the buffer of all gradients once
-  (`param_and_grad_buffer.py`; `DDP-impl local` before).
+  (`param_and_grad_buffer.py`; in earlier versions with `--DDP-impl local`).
 - Memory of other streams. PyTorch's caching allocator never reuses a block of one stream for another
   (`c10/cuda/CUDACachingAllocator.cpp`), and FSDP2 gathers and reduces on separate streams
   (`torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`). So the buffer of the reduced gradients and that of the
@@ -270,9 +270,9 @@ def stream_bytes(inputs: MemoryInputs, peak: Peak) -> float:
 def _message_buffer_bytes(inputs: MemoryInputs, *, last: bool) -> float:
     """Return a pipeline rank's bytes of buffers for messages and results (`torch/distributed/pipelining/stage.py`).
 
-    Every microbatch of every stage has a buffer for the gradient that it receives. Another buffer has its input or,
-    once that counts as a saved activation, the stage's output. The last stage keeps all logits, and concatenates them
-    at the end of the step.
+    Every microbatch of every stage has two buffers: one for the gradient that the stage receives, and one for its input
+    or, once the input counts as a saved activation, for its output. The last stage keeps all logits, and concatenates
+    them at the end of the step.
     """
     plan, mesh, model = inputs.plan, inputs.mesh, inputs.model
     each = inputs.microbatches / math.prod(mesh.sizes()[axis] for axis in BATCH_AXES)

@@ -49,7 +49,7 @@ class RankPlan:
         gather_axes: axes over which weights are gathered before use, in order.
         scatter_axes: axes over which gradients are reduce-scattered; over other axes they are all-reduced.
         update_axes: axes over which weights are gathered after the update, in order.
-        reduction_buffer: number of elements of gradients whose reductions may be in flight over one axis.
+        reduction_buffer: largest number of gradient elements that may be in reduction over one axis at once.
     """
 
     plan: Plan
@@ -90,7 +90,7 @@ class RankPlan:
         return self.model.layers[layer].weight
 
     def backward_order(self, stage: int) -> Iterator[int]:
-        """Yield the layers of a stage in the order of its backward pass, including recomputed layers."""
+        """Yield the layers of a stage in the order of its backward pass, each after the layers that it recomputes."""
         for layer in reversed(self.stages[stage]):
             yield from self.layers[layer].recompute
             yield layer

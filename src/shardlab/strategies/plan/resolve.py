@@ -82,7 +82,7 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
     With uniform-N, N blocks of a stage are one run (Megatron's recompute_method uniform).
 
     The forward pass keeps only the input of each run. For half-blocks, that is the residual and the branch at the run's
-    first norm; with sequence parallelism, a slice of the sequence. Before the backward pass of a run, its forward pass
+    first norm; with sequence parallelism, the rank's slice of both. Before the backward pass of a run, its forward pass
     runs again, with all communication except that of its last layer's output, which nothing reads (Chen et al. 2016,
     arXiv 1604.06174, section 4; Korthikanti et al. 2022, arXiv 2205.05198, section 5, "full recomputation").
 
