@@ -1,12 +1,12 @@
 """An exercise of the course: its statement, its goals, typical mistakes, and the files generated from its module.
 
-Every exercise is one Python module of `exercises/`. The module is the reference solution, and everything else is
-generated from its text:
+Every exercise is one Python module of `exercises/` or `gallery/`. The module is the reference solution. The texts for
+students are made from its source:
 
 - its docstring is the statement: one screen, with a figure in ASCII;
 - `file_text` returns the file of a student. At the start, each region between `# BEGIN SOLUTION` and `# END SOLUTION`
   is replaced by the lines after `# START` in that region, without their `# `, or else by `# Your code here.`;
-- everything from `# END OF THE EXERCISE` on is for the grader: `EXERCISE`, an `Exercise`. Students do not see it.
+- from `# END OF THE EXERCISE` on, students do not see it: `EXERCISE`, an `Exercise`, is for the grader.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kind = Literal["rank", "schedule", "plan"]
 
 @dataclass(frozen=True)
 class Goals:
-    """Figures that a solution must reach, in teaching costs. None: there is no goal for the figure.
+    """Largest figures with which a solution passes, in teaching costs or on a cluster (`Exercise`). None: no limit.
 
     Attributes:
         source: origin of the goals: a paper with its section or equation, or "the reference solution".
@@ -74,17 +74,17 @@ class Exercise:
         mistakes: typical mistakes, at least four (in the gallery: one, the bug).
         hints: three hints, each of which says more than the one before.
         mesh: device mesh on which a solution is graded.
-        techniques: checks of the required technique.
-        kind: form of the solution.
+        techniques: functions that check whether a solution uses the required techniques.
+        kind: whether the solution is a program, a schedule or a plan.
         layers: number of layers of the puzzles' model, or sizes of another model.
-        microbatches: microbatches of the global batch.
+        microbatches: number of microbatches of the global batch.
         stages_per_rank: pipeline stages of each rank, for a schedule.
         puzzle: name of the LLM Training Puzzle with the same task, whose published figures are shown as well ("":
             none).
         seen_in: report of a bug of the gallery, such as "NVIDIA/Megatron-LM#1446".
-        model, cluster: names of model and cluster for `shardlab plan`, if a plan is predicted on a cluster ("": plans
-            are simulated in teaching costs). Goals are then seconds and bytes, a microbatch is one sequence, and no
-            technique is required.
+        model, cluster: names of model and cluster for `shardlab plan`, if plans are predicted on a cluster. Goals are
+            in seconds and bytes then, a microbatch is one sequence, and no technique is required ("": solutions are
+            simulated in teaching costs).
     """
 
     number: int

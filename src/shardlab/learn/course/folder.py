@@ -55,7 +55,7 @@ class CourseFolder:
         passed: names of the exercises that are passed.
         hints: number of hints shown, by the name of the exercise.
         starts: hash of the start that was written into each file, by the name of the exercise.
-        format: version of the progress file. That of a later Shardlab is kept.
+        format: version of the progress file. A number that a later version of Shardlab wrote is kept.
         others: fields of the progress file that this version does not know, and keeps.
         restored: files that were missing and were written again.
     """
@@ -116,7 +116,7 @@ class CourseFolder:
         return folder
 
     def file(self, entry: CourseEntry, name: str | None = None) -> Path:
-        """Return the path of an exercise's file, or of its notebook if `name` is that of the notebook (see `find`)."""
+        """Return the path of an exercise's file, or of its notebook if `name` is the notebook's (`*.ipynb`)."""
         if name is not None and name.endswith(NOTEBOOK):
             return self.path / name
         return (self.path / "gallery" if entry.in_gallery else self.path) / f"{entry.name}.py"
@@ -129,7 +129,8 @@ class CourseFolder:
         """Return an exercise by its name, number, file or notebook (None: the current exercise).
 
         Raises:
-            UserError: if there is none, or the file is not the one that is graded. The message suggests what is near.
+            UserError: if there is none, or `name` is another file than that of the exercise. The message suggests the
+                nearest name, or the file.
         """
         if name is None:
             return catalogue.find(self.current)
@@ -191,7 +192,7 @@ class CourseFolder:
         return result
 
     def record_pass(self, entry: CourseEntry) -> None:
-        """Record that an exercise is passed, and choose the next exercise."""
+        """Record that an exercise is passed. If it is the current one, choose the next current exercise."""
         if entry.name not in self.passed:
             self.passed.append(entry.name)
         if entry.name == self.current:
@@ -267,7 +268,7 @@ class CourseFolder:
 
 @public
 def check(exercise: int | str, solution: Any) -> ExerciseGrade:
-    """Grade a solution of the exercise with a number or name, and record in the course folder if it is passed.
+    """Grade a solution of an exercise, given by its number or name, and record in the course folder if it passes.
 
     The course folder is the working directory, or its parent for a notebook. Elsewhere nothing is recorded. A notebook
     shows the result as text with a picture.
@@ -284,7 +285,7 @@ def check(exercise: int | str, solution: Any) -> ExerciseGrade:
 
 
 def exercise_of(strategy: str | None) -> Exercise | None:
-    """Return the exercise whose file in a course folder a strategy names, or None."""
+    """Return the exercise whose file a strategy names (`ddp.py:ddp`), if the file is in a course folder, else None."""
     path = file_and_name(strategy or "")[0]
     if path is None or not any((folder / PROGRESS).is_file() for folder in path.absolute().parents[:2]):
         return None

@@ -57,7 +57,7 @@ _HELD = {
     Category.COMMUNICATION: "results of communication that is not awaited yet",
     Category.ARENA: "buffers",
 }
-"""Values of each category of memory, as a student calls them."""
+"""Name of each category of memory in sentences for a student."""
 
 
 class Figures(NamedTuple):
@@ -65,8 +65,8 @@ class Figures(NamedTuple):
 
     Attributes:
         time: end of the step, in teaching costs; on a cluster, in seconds.
-        memory: largest number of live elements on any rank; on a cluster, bytes of the fullest device.
-        sent: largest number of elements that any rank sends (None: not counted, on a cluster).
+        memory: largest number of live elements on any rank; on a cluster, bytes that the fullest device needs.
+        sent: largest number of elements that any rank sends (None on a cluster, where they are not counted).
     """
 
     time: float
@@ -100,8 +100,9 @@ class ExerciseGrade:
         mistake: the typical mistake that matches the finding (None: no mistake of the exercise matches).
         advice: what to look at next ("": the finding says it, or the exercise is passed).
         figures: time, memory and elements sent (None: the program is wrong).
-        checked, timeline: the checked program and its timeline (None: the program is wrong, or a plan is predicted).
-        published: figures in puzzle costs, if an LLM Training Puzzle has the same task.
+        checked, timeline: the checked program and its timeline (None: the program is wrong, or the exercise predicts
+            plans on a cluster).
+        published: figures in puzzle costs (None: no LLM Training Puzzle has the same task, or the program is wrong).
     """
 
     exercise: Exercise
@@ -218,7 +219,7 @@ def _graded(exercise: Exercise, solution: Any) -> ExerciseGrade:
 
 
 _PLACE = re.compile(r"(rank (\d+)(?:'s| waits in| stands| holds| sends| starts) .*?)\((?:its )?op (\d+)\)")
-"""Op of a rank in a sentence, such as `rank 2 waits in send to rank 3 (its op 11)`."""
+"""Pattern of a rank's op in a sentence, such as `rank 2 waits in send to rank 3 (its op 11)`."""
 
 
 def _with_lines(result: ExerciseGrade, solution: Any) -> ExerciseGrade:
@@ -393,9 +394,9 @@ def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrad
 
 
 def _never_awaited(checked: Checked) -> str:
-    """Return the advice about a communication that nobody waits for, and whose values therefore stay in memory.
+    """Return advice about a communication that is not awaited before the rank's last op that computes, or "".
 
-    The tape of a program that drops a handle waits for it at the end.
+    Its values stay in memory until it is awaited. If a program drops the handle, its tape waits for it at the end.
     """
     for rank, tape in enumerate(checked.program.tapes):
         last = max(at for at, op in enumerate(tape) if op.kind in COMPUTES)

@@ -60,7 +60,7 @@ def no_collective_of(of: Kind, sentence: str) -> Technique:
 
 @cache
 def at_most_of(kinds: frozenset[OpKind], most: int, sentence: str, *, of: Kind, axis: str | None = None) -> Technique:
-    """Limit the calls of some ops by one rank for one layer. `{found}` is the number of calls.
+    """Limit the calls of some ops by one rank for one layer. `{found}` is the largest number of calls.
 
     Args:
         kinds: the ops.
@@ -123,7 +123,7 @@ def starts_before_last(
 
 @cache
 def loads_at_most(kind: Kind, share: Fraction, sentence: str) -> Technique:
-    """Limit the share of each layer's weights or optimizer state that a rank keeps from step to step.
+    """Limit the share of each layer's weights or optimizer state (`kind`) that a rank keeps from step to step.
 
     `{found}` is the largest share of a layer, such as "1/2" or "all".
     """
@@ -137,9 +137,9 @@ def loads_at_most(kind: Kind, share: Fraction, sentence: str) -> Technique:
 
 @cache
 def loads_at_least(kind: Kind, share: Fraction, sentence: str) -> Technique:
-    """Require every rank to keep at least a share of each layer's weights or optimizer state from step to step.
+    """Require every rank that loads a part of a layer to keep at least a share of it from step to step.
 
-    `{found}` is the smallest share of a layer.
+    The share is that of the layer's weights or optimizer state (`kind`). `{found}` is the smallest share.
     """
 
     def found(checked: Checked) -> str:
@@ -387,7 +387,7 @@ def _technique(found: Callable[[Checked], str], sentence: str) -> Technique:
 
 
 def _on_every_rank(found: Callable[[Checked, int], str], sentence: str) -> Technique:
-    """Return a technique of every rank, given a function that returns what violates it on a rank, or ""."""
+    """Return a technique that every rank must use, given a function that returns what violates it on a rank, or ""."""
     return _technique(
         lambda checked: next(filter(None, (found(checked, rank) for rank in _ranks(checked))), ""), sentence
     )
@@ -423,7 +423,7 @@ def _loaded_shares(checked: Checked, kind: Kind) -> list[Fraction]:
 
 
 def _read_from(tape: Sequence[Op], start: int) -> set[int]:
-    """Return the values that are read by ops from an index on."""
+    """Return the numbers of the values that ops read from index `start` on. To free a value is not to read it."""
     return {number for op in tape[start:] if op.kind is not OpKind.FREE for number in op.inputs}
 
 

@@ -81,7 +81,7 @@ async def fsdp_prefetch(rank: Rank) -> None:
 # END OF THE EXERCISE
 
 WEIGHT = 512 * 512
-"""Elements of a layer's weight."""
+"""Number of elements of a layer's weight."""
 
 EXERCISE = Exercise(
     number=10,

@@ -70,7 +70,7 @@ async def recomputation(rank: Rank) -> None:
 # END OF THE EXERCISE
 
 ACTIVATION = 4 * 256 * 512
-"""Elements of an activation of the whole batch."""
+"""Number of elements of an activation of the whole batch."""
 
 EXERCISE = Exercise(
     number=11,

@@ -62,7 +62,7 @@ async def zero2(rank: Rank) -> None:
 # END OF THE EXERCISE
 
 WEIGHT = 512 * 512
-"""Elements of a layer's weight, and of its gradient."""
+"""Number of elements of a layer's weight, and of its gradient."""
 
 EXERCISE = Exercise(
     number=7,
