@@ -211,7 +211,7 @@ def line_breaks(line: str, width: int) -> list[int]:
     Words are separated by blanks only: paths and options stay whole. A word longer than `width` has a line of its own.
 
     >>> line_breaks("resume with --resume runs/fsdp-1", 20)
-    [12]
+    [21]
     """
     breaks, start = list[int](), 0
     for word in re.finditer(r"\S+", line):
@@ -224,7 +224,7 @@ def wrap_words(text: str, width: int) -> str:
     """Break the lines of a text between words (see `line_breaks`).
 
     >>> wrap_words("resume with --resume runs/fsdp-1", 20)
-    'resume with\\n--resume runs/fsdp-1'
+    'resume with --resume\\nruns/fsdp-1'
     """
     lines = list[str]()
     for line in text.split("\n"):
