@@ -167,7 +167,10 @@ def test_it_is_frozen_and_hashable() -> None:
         ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, gelu_tanh, squared_relu, swiglu"),
         ({"norm": "batch"}, "norm is 'batch'; choose layer or rms"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0; the base of the rotary angles is a positive number"),
-        ({"rope_theta": 1e4, "hidden_size": 12}, "rotary positions turn pairs of features, but a head has 3"),
+        (
+            {"rope_theta": 1e4, "hidden_size": 12},
+            "a head has 3 (hidden_size 12 / 4 heads); choose a hidden_size that is a multiple of 8",
+        ),
     ],
 )
 def test_impossible_models_are_refused_in_a_sentence(fields: dict[str, Any], sentence: str) -> None:

@@ -266,20 +266,20 @@ class Shapes:
         Raises:
             UserError: if sequences do not divide into the program's slices.
         """
-        slices, block = spec.form.space.sequence, self.model.seq_len
+        slices, length = spec.form.space.sequence, self.model.seq_len
         if spec.whole_sequences:
-            return range(block)
-        if block % slices:
+            return range(length)
+        if length % slices:
             raise UserError(
-                f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
-                f"a block that is a multiple of {slices} ({self._sizes.slices_per_rank} slices for each "
+                f"sequences of {length} tokens do not divide into {slices} slices (remainder {length % slices}); "
+                f"choose a seq_len that is a multiple of {slices} ({self._sizes.slices_per_rank} slices for each "
                 "context-parallel rank, times the tensor-parallel ranks)"
             )
         held = sorted({cell % slices for cell in bits(spec.cells)})  # equal for every sequence, as the check ensures
-        first, last = held[0] * block // slices, (held[-1] + 1) * block // slices
+        first, last = held[0] * length // slices, (held[-1] + 1) * length // slices
         if len(held) == held[-1] + 1 - held[0]:
             return range(first, last)
-        return [token for token in range(first, last) if token * slices // block in held]
+        return [token for token in range(first, last) if token * slices // length in held]
 
     def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
         """Return the positions of the tokens of `part` among those of `whole`; a range if they are consecutive."""

@@ -149,8 +149,9 @@ class GPT(Blocks):
         if not 0 < self.rope_theta < math.inf:
             raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
         if self.head_size % 2 and self.kv_rank is None:
-            where = f" (width {self.hidden_size} / {self.heads} heads)" if self.head_dim is None else ""
-            remedy = "a width that is a multiple of twice the heads" if self.head_dim is None else "an even head_dim"
+            where = f" (hidden_size {self.hidden_size} / {self.heads} heads)" if self.head_dim is None else ""
+            multiple = f"a hidden_size that is a multiple of {2 * self.heads}"
+            remedy = multiple if self.head_dim is None else "an even head_dim"
             raise UserError(
                 f"rotary positions turn pairs of features, but a head has {self.head_size}{where}; choose {remedy}"
             )
