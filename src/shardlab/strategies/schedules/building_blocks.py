@@ -10,9 +10,9 @@ two input halves of backward passes (I) on each rank. The block of V-Half for th
 
 A rank holds the activations of a stage from its forward pass to its backward pass: rank 0 for 16 slots in stage 0 and
 for 1 slot in stage 5. If a microbatch starts every six slots, the rank holds the activations of (16 + 1) / 6 passes on
-average. Because of the V, each rank holds the activations of one stage for many slots and of the other for few, and the
-sum of both is the same on all ranks. The shape of the block therefore sets the memory. A schedule is made in the three
-steps of the paper:
+average. Because of the V, a rank that holds the activations of one stage for longer holds those of its other stage for
+less time, and the sum is the same on all ranks. The shape of the block therefore sets the memory. A schedule is made in
+the three steps of the paper:
 
 1. Repeat the block for each microbatch. No two passes of a rank meet in a slot.
 2. Put the weight halves of the backward passes into the free slots.
