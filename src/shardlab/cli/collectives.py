@@ -219,8 +219,7 @@ def short(numbers: Numbers, width: int, *, times: bool = False) -> str:
 
 
 def diagram(ranks: int, gives: Collection[int], takes: Collection[int], label: str) -> list[str]:
-    """Return one line of text for each rank: a drawing of lines from the ranks that give, through the label, to the
-    ranks that receive.
+    """Draw lines from the ranks that give, through a label, to the ranks that receive. Return the text of each rank.
 
     >>> diagram(3, [0, 1, 2], [0, 1, 2], "sum")
     ['──┐       ┌─▶', '──┼─ sum ─┼─▶', '──┘       └─▶']

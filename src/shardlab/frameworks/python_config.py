@@ -26,7 +26,7 @@ RECOMPUTATION = {
     "SelectiveAC": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
     "MemoryBudgetAC": {"activation_checkpoint.mode": "memory_budget"},
 }
-"""Keys of TOML files by class of recomputation (torchtitan/distributed/activation_checkpoint.py)."""
+"""Keys of TOML files with their values, by class of recomputation (torchtitan/distributed/activation_checkpoint.py)."""
 
 CONFIG_CLASS = "Trainer.Config"
 

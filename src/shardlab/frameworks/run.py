@@ -218,7 +218,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon": "muon",
     "dist_muon": "muon",  # of Megatron-LM
 }
-"""Names of optimizers in the frameworks."""
+"""Optimizers by their names in the frameworks."""
 
 
 def known_optimizer(name: Any, notes: list[str]) -> Optimizer:

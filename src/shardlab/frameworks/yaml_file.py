@@ -19,7 +19,7 @@ from shardlab.common.errors import UserError
 from shardlab.frameworks.settings import Setting
 
 DEEPEST = 40
-"""Most levels of tables in a file."""
+"""Largest depth of tables within tables, and of interpolations within interpolations."""
 
 
 class _Loader(yaml.SafeLoader):

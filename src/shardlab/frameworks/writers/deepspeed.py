@@ -30,7 +30,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-fp32-grads": {"bf16": True, "gradient_dtype": "fp32"},
     "fp16": {"fp16": True},
 }
-"""Values of DeepSpeed's meanings by precision."""
+"""Values by meaning, for each precision."""
 
 SHARED = {3: "FULL_SHARD", 2: "SHARD_GRAD_OP", 0: "NO_SHARD"}
 """Sharding strategies of FSDP by stage of ZeRO."""

@@ -24,7 +24,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp8": {"bf16": True, "fp8": "hybrid"},
     "mxfp8": {"bf16": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"},
 }
-"""Values of meanings by precision."""
+"""Values by meaning, for each precision."""
 
 CONTEXTS = {form: name for name, form in megatron.CONTEXTS.items()}
 """Values of --cp-comm-type by form of context parallelism."""

@@ -19,7 +19,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "float16", "fp32_gradients": False},
     "fp32": {"dtype": "float32", "fp32_gradients": False},
 }
-"""Values of meanings by precision."""
+"""Values by meaning, for each precision."""
 
 ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 """Pipeline engines by schedule."""

@@ -47,7 +47,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp8": {"converters": ["float8"]},
     "mxfp8": {"converters": ["mx"]},
 }
-"""Values of meanings by precision."""
+"""Values by meaning, for each precision."""
 
 
 def translate_python(step: Workload) -> Translation:

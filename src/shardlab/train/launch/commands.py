@@ -231,8 +231,9 @@ class RankExchange:
 
 
 def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist.default_pg_timeout) -> int:
-    """Return how often torchrun has restarted the ranks: the largest count of all hosts. A host that joins later counts
-    from 0.
+    """Return how often torchrun has restarted the ranks.
+
+    This is the largest count of all hosts, because a host that joins later counts from 0.
     """
     here = restarts(os.environ)
     if environment is None or not may_restart(os.environ):

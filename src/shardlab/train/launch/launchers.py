@@ -24,7 +24,7 @@ MOST_HOSTS = 1 << 17
 
 
 class Fact(NamedTuple):
-    """Value of an environment variable that is a number."""
+    """Environment variable whose value is a number."""
 
     variable: str
     value: int

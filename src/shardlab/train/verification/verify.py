@@ -229,8 +229,9 @@ def verify_cases(
 
 
 class CaseProgress(Progress):
-    """Progress of many cases: in a terminal a live bar, and above it the cases that are wrong; in a pipe a line for
-    each case.
+    """Progress of many cases.
+
+    In a terminal, it is a live bar, above which wrong cases are printed. In a pipe, it is a line for each case.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
