@@ -260,8 +260,8 @@ class RankState:
         clips: whether the updates so far clip, that is, take the gradient's norm (None: there was no update).
         groups: the groups on which this rank has issued a collective.
         batches: for each batch, the index of its latest op.
-        concerned: indices of the ops that later checks read again. Walking the whole tape in each of them would take a
-            tenth of the time of a check.
+        concerned: indices of the ops that later checks read again. If each of these checks walked the whole tape, this
+            would take a tenth of the time of all checks.
         waits_for: the handle that the rank waits for (-1: it does not wait).
     """
 

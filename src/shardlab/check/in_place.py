@@ -157,10 +157,10 @@ class KeptWeights:
                             self.arriving.add(number)
 
     def memory_of(self, layer: int, holds: Holds) -> MemoryKey | None:
-        """Return the memory that keeps some slices of a weight: the first that contains them.
+        """Return the first kept memory of a layer's weight that contains some slices.
 
-        An update of these slices writes there, unless its copy of the weight lies in another place. The result is None
-        if the slices are not loaded; the optimizer state then has separate memory.
+        An update of these slices writes to this memory, unless it reads a copy of the weight in another place. The
+        result is None if the rank loads no weight with these slices; the optimizer state then has memory of its own.
         """
         return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
 

@@ -428,7 +428,7 @@ class NumberTable:
         return self.number_of((OpKind.ADD,), (one, other) if one < other else (other, one))
 
     def terms(self, number: int) -> list[int]:
-        """Return the numbers of a sum's terms, in any order."""
+        """Return the numbers of all terms of a sum, also of sums inside it, in ascending order."""
         left, found = [number], list[int]()
         while left:
             what, numbers = self.keys[number := left.pop()]
@@ -504,7 +504,7 @@ def _drifted(copies: list[ParameterCopy]) -> list[ParameterCopy]:
 
 
 def _groups(apart: list[ParameterCopy]) -> tuple[tuple[int, ...], ...]:
-    """Group ranks by the numbers of their copies."""
+    """Group the ranks whose copies have equal numbers."""
     has: dict[int, set[tuple[Holds, int]]] = defaultdict(set)
     for holds, number, rank in apart:
         has[rank].add((holds, number))

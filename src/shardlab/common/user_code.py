@@ -168,8 +168,8 @@ def line_of_error(error: BaseException) -> SourceLine | None:
 
 
 def source_line(refusal: Refused) -> list[str]:
-    """Return `file:line:  text` of the line at fault: the refusal's, or else the innermost user's line of its
-    traceback.
+    """Return `file:line:  text` of the line at fault: the refusal's `line`, or else the innermost line of the user's
+    code in its traceback.
 
     The list is empty if there is no such line, or if the message names the lines of several ranks.
     """

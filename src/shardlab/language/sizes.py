@@ -135,11 +135,10 @@ class Sizes:
 
     @classmethod
     def half_blocks(cls, blocks: int, *, tied: bool = False) -> Sizes:
-        """Return the puzzles' model in half-blocks, for tensor parallelism. Each body is a matrix and each norm a
-        vector.
+        """Return the puzzles' model in half-blocks, for tensor parallelism.
 
-        A block has two bodies, an attention and an MLP. An embedding comes before the blocks and a head after them;
-        they share one matrix if they are `tied`.
+        A block is an attention and an MLP of one matrix each, and a norm, which is a vector, before each of the two. An
+        embedding comes before the blocks and a head after them; they share one matrix if they are `tied`.
         """
         layers = half_block_layers(blocks, tied=tied)
         return replace(_puzzle_sizes(layers, tied=tied), blocks=tuple(range(1, len(layers) - 1, 4)))
@@ -310,19 +309,22 @@ def column_layers(layers: int) -> tuple[Layer, ...]:
 
 
 def half_block_layers(blocks: int, *, tied: bool = False) -> tuple[Layer, ...]:
-    """Build bodies and norms: an embedding, the attention and feed-forward of each block, and a head."""
+    """Build an embedding, the attention and the feed-forward of each block, a head, and the norms between them."""
     attention: LayerDefinition = ("attention", (_PROJECT, _ATTEND, _OUTPUT), ("head",))
     feed_forward: LayerDefinition = ("feed-forward", (_UP, _DOWN), ("ffn",))
     return build_layers(_between_norms([_EMBEDDING, *([attention, feed_forward] * blocks), _HEAD]), tied=tied)
 
 
 def context_block_layers(blocks: int) -> tuple[Layer, ...]:
-    """Build bodies and norms. The body of a block is two layers, with the op that mixes tokens between them."""
+    """Build an embedding, an attention in two layers for each block, a head, and the norms between them.
+
+    The op that mixes tokens comes between the two layers of an attention.
+    """
     return build_layers(_between_norms([_EMBEDDING, *([_ATTENTION] * blocks), _HEAD]))
 
 
 def expert_block_layers(blocks: int) -> tuple[Layer, ...]:
-    """Build bodies and norms. A block has an attention in two layers, and a mixture of experts in three."""
+    """Build an embedding, two layers of attention and three of experts for each block, a head, and norms between."""
     mixture: list[LayerDefinition] = [
         ("routing", (_ROUTE, _DISPATCH), ()),
         ("experts", (_EXPERTS_UP, _EXPERTS_DOWN), ("expert", "ffn")),
@@ -377,7 +379,7 @@ def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: boo
 
 
 def _between_norms(bodies: Sequence[LayerDefinition | list[LayerDefinition]]) -> list[LayerDefinition]:
-    """Return bodies, some of several layers, with a norm before each body but the first."""
+    """Return layers with a norm before each except the first. A list of layers counts as one: it has no norm inside."""
     found: list[LayerDefinition] = []
     for number, body in enumerate(bodies):
         if number:

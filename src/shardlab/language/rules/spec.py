@@ -374,7 +374,7 @@ def term_text(form: Form, term: Term) -> str:
 
 
 def count_terms(form: Form, term: Term) -> int:
-    """Return the number of terms of the complete sum."""
+    """Return the number of terms of the complete sum to which a term belongs."""
     return math.prod(form.space.count(index) for index in term.over)
 
 
