@@ -1,4 +1,4 @@
-"""Models as lists of layers: their shapes, FLOPs and bytes. `shardlab.models.tensors` computes them on torch.
+"""Models as lists of layers: their shapes, FLOPs and bytes. `shardlab.models.tensors` runs the models on torch.
 
 Read in this order: `primitives` (one step of a model's arithmetic), with `attention` and `mixture` (its larger
 primitives); `model` (a model as a list of primitives, and as layers of a program) and `architectures` (GPT, Llama,

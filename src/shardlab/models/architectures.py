@@ -41,7 +41,7 @@ class GPT(Blocks):
             2405.04434, section 2.1; None: other attention). `head_dim` then counts the features of a head's query and
             key that are not rotated, and the features of its value.
         q_rank: features of the latent of queries (None: queries are projected from the token itself).
-        rope_dim: features of a head's query and of the shared key that are rotated.
+        rope_dim: in latent attention, features of a head's query and of the shared key that are rotated.
         qk_norm: whether every head's query and key are normalised before their rotation, with one weight vector per
             head (Qwen3 shares one vector among all heads of a layer, which is not supported).
         drops_attention: whether dropout also acts on the probabilities of attention.
@@ -345,7 +345,7 @@ class MLP(Blocks):
 
 
 def _two_thirds(hidden_size: int) -> int:
-    """Return the hidden features with which a SwiGLU has as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv
-    2002.05202).
+    """Return the hidden features with which a SwiGLU has as many parameters as an MLP with 4 x hidden_size hidden
+    features (Shazeer 2020, arXiv 2002.05202), rounded up to a multiple of ROUND.
     """
     return aligned(-(-8 * hidden_size // 3), ROUND)

@@ -146,7 +146,7 @@ class Attend(GroupedHeads):
     T matrices of each head. It is cut by heads.
 
     Attributes:
-        drops: whether weights are dropped.
+        drops: whether dropout acts on the probabilities of attention.
         value_dim: features of a head's value (None: as many as of a query).
     """
 
@@ -210,7 +210,7 @@ class Attend(GroupedHeads):
 
         Args:
             sequences: sequences of the microbatches that are computed together.
-            queries, keys: tokens of each sequence.
+            queries, keys: numbers of queries and of keys of each sequence.
             seen: fraction of the (query, key) pairs whose query is not before the key.
             pieces: number of pieces of the heads.
         """
@@ -268,7 +268,7 @@ class LatentSizes:
 
     @property
     def q_inputs(self) -> int:
-        """Number of features, the first ones, from which queries are projected."""
+        """Number of features, the first of the output of `Latents`, from which queries are projected."""
         return self.hidden_size if self.q_rank is None else self.q_rank
 
     @property

@@ -91,7 +91,7 @@ class CutModel(Model):
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
-        """First layer of each block, then the head; empty if experts are separate layers."""
+        """First layer of each block, then the head's layer; empty if experts are separate layers."""
         if self.has_blocks:
             return tuple(range(1, self.layers))
         first: dict[str, int] = {}
@@ -138,8 +138,8 @@ def cut(
     (11, 9, 5)
 
     Args:
-        tp: slices of every body.
-        ep: slices of a mixture's experts, over the ranks of `ep` and `cp` together.
+        tp: number of slices of every body.
+        ep: number of slices of a mixture's experts, over the ranks of `ep` and `cp` together.
         tiles: number of tiles into which each slice of a body is divided.
         attention_apart: whether attention is an op between two layers. Every layer then treats tokens separately.
         columns: whether every matrix is a layer, cut along its output features.
@@ -262,7 +262,7 @@ class Repeated:
     """Map from the layers of a model to identical layers of a sample.
 
     Attributes:
-        sample: the leading blocks and three others, cut into layers in the same way, or all blocks of the model.
+        sample: the leading blocks and three others, cut into layers as the model is, or all blocks of the model.
         more: number of blocks of the model that the sample leaves out.
     """
 
@@ -398,7 +398,7 @@ def _sliced(
 
 
 def _name(run: Run, before: Run | None, cut: bool) -> str:
-    """Return the name of a sort of layer, for messages."""
+    """Return the kind of a layer as text, for messages."""
     if not cut:
         first, last = run.steps[0].primitive, run.steps[-1].primitive
         if isinstance(first, Route):
@@ -434,7 +434,7 @@ def _signatures(sampled: tuple[Layer, ...], alike: tuple[int, ...]) -> tuple[Lay
 
 
 def _moved(layer: Layer, by: int) -> Layer:
-    """Return a layer moved by a number of layers. A tied one still computes with the first layer's weight."""
+    """Return a layer with its number increased by `by`. A tied layer keeps using the first layer's weight."""
     if not by:
         return layer
     inputs = tuple([port._replace(layer=port.layer + by) for port in layer.inputs])

@@ -233,7 +233,7 @@ def _unread(config: Mapping[str, Any], family: ConfigFamily) -> tuple[str, ...]:
 
 
 def _rope(config: Mapping[str, Any], family: ConfigFamily, differences: list[str]) -> dict[str, Any]:
-    """Return the model's fields of rotary positions. Newer files have them in one table, older ones the base apart."""
+    """Return the model's fields of rotary positions. Newer files have one table, older files the base outside of it."""
     rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         differences.append(f"rope_scaling is {rope!r}, not a table")

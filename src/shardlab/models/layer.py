@@ -25,7 +25,7 @@ INPUT = -1
 
 
 class Made(NamedTuple):
-    """Tensor of a layer: the output of a step under a name."""
+    """Tensor of a layer, given by its name and by the number of the step that makes it."""
 
     name: str
     step: int
@@ -36,11 +36,11 @@ class Run:
     """One layer of a program.
 
     Attributes:
-        steps: its primitives, in order.
-        inputs, outputs: names of the tensors that it reads from other layers, and that it outputs to them. The
+        steps: the layer's primitives, in order.
+        inputs, outputs: names of the tensors that the layer reads from other layers, and that it outputs to them. The
             activation comes first.
-        pieces: number of pieces of each index along which its parameters are cut, the outermost index first.
-        attend: the attention between it and the next layer, if attention is a separate op.
+        pieces: number of pieces of each index along which the parameters are cut, the outermost index first.
+        attend: the attention between this layer and the next, if attention is a separate op.
         name: kind of layer, for messages.
     """
 
@@ -63,27 +63,27 @@ class Run:
 
     @property
     def all_steps(self) -> tuple[Step, ...]:
-        """Its primitives, and the attention after it."""
+        """Primitives of the layer, then the attention after it, if there is one."""
         return self.steps if self.attend is None else (*self.steps, self.attend)
 
     @cached_property
     def slices(self) -> int:
-        """Number of slices of its parameters."""
+        """Number of slices of the layer's parameters."""
         return math.prod(self.pieces.values())
 
     @cached_property
     def cut(self) -> tuple[str, ...]:
-        """Indices along which its parameters are cut, outermost first."""
+        """Indices along which the parameters are cut, outermost first."""
         return tuple(self.pieces)
 
     @cached_property
     def affine(self) -> bool:
-        """Whether its backward pass adds a gradient that does not depend on its outputs' gradients."""
+        """Whether the backward pass adds a gradient that does not depend on the outputs' gradients."""
         return any(primitive.affine for primitive in self.primitives)
 
     @cached_property
     def primitives(self) -> tuple[Primitive, ...]:
-        """Its primitives, without their positions in the model."""
+        """Primitives of the layer, without their positions in the model."""
         return tuple(step.primitive for step in self.steps)
 
     def parameters(self) -> list[tuple[int, Parameter]]:
@@ -92,7 +92,7 @@ class Run:
 
     @cached_property
     def layout(self) -> LayerLayout:
-        """Layout of its parameters in its flat buffer."""
+        """Layout of the parameters in the layer's flat buffer."""
         return LayerLayout((each.sliced(self.pieces) for _, each in self.parameters()), self.slices)
 
     @cached_property
@@ -103,11 +103,11 @@ class Run:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of its parameters in the layout's order, then of those that it borrows."""
+        """Names of the layer's parameters in the layout's order, then of those that it borrows (`borrows`)."""
         return (*(parameter.name for parameter in self.layout.parameters), *self.borrows)
 
     def shape(self, output: str, rows: int) -> tuple[int, ...]:
-        """Return the shape of an output for `rows` sequences, with all slices. The last piece is padded."""
+        """Return the shape of an output for `rows` sequences. Its features are padded to a multiple of their pieces."""
         *dims, features = self._maker(output).shape(output, rows)
         index = self.indices(output)[-1:]
         count = self.pieces.get(index[0], 1) if index else 1
@@ -135,7 +135,10 @@ class Run:
         return tuple(kernel for primitive in computed for kernel in primitive.kernels(sequences, tokens, pieces))
 
     def numbers(self, slice: int) -> dict[str, int]:
-        """Return the piece of each index in a slice of the parameters. The last index counts fastest."""
+        """Return the number of the piece of each cut index in a slice of the parameters.
+
+        From one slice to the next, the last index changes fastest.
+        """
         numbers: dict[str, int] = {}
         for index in reversed(self.cut):
             slice, numbers[index] = divmod(slice, self.pieces[index])
@@ -161,7 +164,7 @@ class Run:
 
     @cached_property
     def saved_tensors(self) -> frozenset[Made]:
-        """Tensors that the backward passes of its primitives read."""
+        """Tensors that the backward passes of the layer's primitives read."""
         return frozenset(tensor for number in range(len(self.steps)) for tensor in needed(self.primitives, number))
 
     @cached_property
@@ -193,9 +196,9 @@ class Run:
     def saved_for_weight(self, rows: int) -> int:
         """Return the number of elements kept between the halves of a split backward pass, for `rows` sequences.
 
-        These are the rest of `saved`, and the gradients that the first half leaves for the second. Gradients of the
-        layer's outputs do not count, because its caller keeps them, and neither do those of vector parameters, because
-        the first half computes them.
+        These are the elements of `saved` that the second half reads, and the gradients that the first half leaves for
+        the second. Gradients of the layer's outputs do not count, because its caller keeps them, and neither do those
+        of vector parameters, because the first half computes them.
         """
         kept: set[Made] = set()
         gradients: set[Made] = set()
@@ -235,7 +238,7 @@ class Run:
         ]
 
     def _gradient(self, name: str, number: int) -> Made:
-        """Return the tensor that has the same gradient as a tensor of step `number`: sums pass gradients on."""
+        """Return a tensor with the same gradient as tensor `name` of step `number`: the last sum that includes it."""
         made = Made(name, number) if name in self.primitives[number].makes else self.read(name, number)
         for reader in self._readers(made):
             if total := self.primitives[reader].adds_to:

@@ -62,7 +62,7 @@ class Parameter(NamedTuple):
         return self.decayed and not {"vocab", "token"} & set(self.indices)
 
     def cuts(self, pieces: Mapping[str, int]) -> list[Cut]:
-        """Return its cuts, given the number of pieces of each index."""
+        """Return the cuts of the parameter, given the number of pieces of each index."""
         named = [(dim, pieces.get(index, 1)) for dim, index in enumerate(self.indices)]
         return [Cut(dim, count, self.sections if dim == self.section_dim else ()) for dim, count in named if count > 1]
 
@@ -79,18 +79,19 @@ class Parameter(NamedTuple):
 class LayerLayout:
     """Layout of one layer's flat buffer: its decayed parameters, then the others, each aligned to 64 bytes.
 
-    Since the decayed parameters come first, any slice of the buffer is at most two runs for an optimizer.
+    Since the decayed parameters come first, an optimizer treats any slice of the buffer as at most two ranges.
 
     >>> bias, weight = Parameter("bias", (3,), False, ("out",)), Parameter("weight", (3, 7), True, ("out", "in"))
     >>> layout = LayerLayout([bias, weight])
     >>> [p.name for p in layout.parameters], layout.offsets, layout.numel, layout.decayed_numel
     (['weight', 'bias'], (0, 32), 48, 32)
 
-    If tensor parallelism cuts the layer, the buffer has one such run for every slice. All are equally long.
+    If parallelism cuts the layer, the buffer has one run for each slice, in which that slice's parameters are laid out
+    like this. All runs are equally long.
 
     Attributes:
-        parameters: the parameters of one slice, in the order of the buffer.
-        slices: number of runs of the buffer.
+        parameters: the parameters of one slice, in the order of its run.
+        slices: number of slices, and so of runs of the buffer.
     """
 
     parameters: tuple[Parameter, ...]
@@ -116,7 +117,7 @@ class LayerLayout:
 
     @cached_property
     def run_numel(self) -> int:
-        """Elements of one slice's run, with gaps."""
+        """Elements of one slice's run, with the gaps that alignment leaves."""
         return sum(aligned(p.numel) for p in self.parameters)
 
     @property

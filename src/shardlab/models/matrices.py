@@ -220,6 +220,6 @@ def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> in
 
 
 def _residuals(run: Run, rows: int) -> int:
-    """Return how many elements a layer outputs as inputs of blocks: the inputs of attention's norms."""
+    """Return how many elements of the residual stream a layer computes as inputs of blocks, for attention's norms."""
     norms = [each for each in run.primitives[1:] if isinstance(each, Norm) and each.name == "ln_1"]
     return sum(rows * each.tokens * each.hidden_size for each in norms)

@@ -1,8 +1,8 @@
 """Language models as lists of layers, from tokens to logits.
 
-`Model` is the interface that all packages use: shapes, layouts, kernels, and the sizes of a program. `Blocks` is its
-base for architectures, with one whole block in each layer. `count_parameters`, at the end, counts parameters as
-trainers report them.
+`Model` is the interface that all packages use: shapes, layouts, kernels, and the sizes of a program. `Blocks`, its
+subclass, is the base of the architectures, with one whole block in each layer. `count_parameters`, at the end, counts
+parameters as trainers report them.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class Model(ABC):
     def attend_kernels(
         self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
     ) -> tuple[Kernel, ...]:
-        """Return the kernels of an ATTEND of a layer's queries to keys and values, in models cut for `cp`.
+        """Return the kernels of an ATTEND op: attention as a separate op after a layer.
 
         Args:
-            layer: number of the layer.
+            layer: number of the layer that outputs the queries, keys and values.
             sequences: sequences of the microbatches that are computed together.
-            queries, keys: tokens of each sequence.
+            queries, keys: numbers of queries and of keys of each sequence.
             seen: fraction of the (query, key) pairs whose query is not before the key.
             slices: number of slices of the heads.
         """
@@ -150,7 +150,7 @@ class Model(ABC):
 
     @property
     def logits(self) -> int:
-        """Number of scores of a token, padding included."""
+        """Number of logits of a token, including the padding of the vocabulary."""
         return self.activation_shape(self.layers)[-1]
 
     def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
@@ -212,7 +212,7 @@ class Model(ABC):
     @property
     def attention_features(self) -> tuple[int, int]:
         """Features of a token's queries, and of its keys and values, if layers output them for attention as a separate
-        op.
+        op; otherwise (0, 0).
         """
         layer = next((layer for layer in range(self.layers) if self.run(layer).attend), None)
         if layer is None:
@@ -325,7 +325,7 @@ class Blocks(Model):
     def add(self, site: DropoutSite, bias: str = "") -> Add:
         """Return the sum of a branch with the residual stream.
 
-        `bias` is the name of the bias of the linear map before it, which the sum adds.
+        `bias` is the name of the bias of the preceding linear map. The sum adds this bias.
         """
         drops, bias = self.dropout > 0, bias if self.bias else ""
         return Add(tokens=self.seq_len, hidden_size=self.hidden_size, bias=bias, drops=drops, site=site)

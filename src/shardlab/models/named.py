@@ -25,7 +25,7 @@ from shardlab.models.layer import want_carried, want_sound
 from shardlab.models.model import Blocks
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
-"""Architectures by name. As the name of a model, each stands for a very small one, for experiments."""
+"""Architectures by name. As the name of a model, each stands for a very small model, for experiments."""
 
 FROM_FILES: dict[type[Blocks], str] = {}
 """Names of the architectures that were found in users' files."""

@@ -88,12 +88,12 @@ class Primitive(ABC):
 
     @cached_property
     def reads(self) -> Mapping[str, str]:
-        """Tensors that it reads, each with its indices."""
+        """Tensors that the primitive reads, each with its indices."""
         return _tensors(self.einsum.format_map(vars(self)).split(" -> ")[0])
 
     @cached_property
     def makes(self) -> Mapping[str, str]:
-        """Tensors that it makes, each with its indices."""
+        """Tensors that the primitive makes, each with its indices."""
         return _tensors(self.einsum.format_map(vars(self)).split(" -> ")[1])
 
     def features(self, tensor: str) -> int:
@@ -105,16 +105,16 @@ class Primitive(ABC):
         return (rows, self.tokens, self.features(tensor))
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Its parameters."""
+        """Parameters of the primitive."""
         return ()
 
     @property
     def borrows(self) -> Mapping[str, str]:
-        """Parameters of the first block that it also uses, each with its indices: those of a tied embedding."""
+        """Parameters of the first block that the primitive also uses, each with its indices: a tied embedding."""
         return {}
 
     def keeps(self) -> tuple[str, ...]:
-        """Inputs and outputs that its backward pass reads. Some are not saved but recomputed (see `Run.made_again`)."""
+        """Inputs and outputs that the backward pass reads. Some are not saved but recomputed (see `Run.made_again`)."""
         return ()
 
     def keeps_beside(self, rows: int) -> int:
@@ -122,7 +122,7 @@ class Primitive(ABC):
         return self.mask(rows)
 
     def mask(self, rows: int) -> int:
-        """Return the number of elements of its dropout masks, a part of `keeps_beside`."""
+        """Return the number of elements of dropout masks, a part of `keeps_beside`."""
         return 0
 
     def keeps_for_weight(self) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ class Primitive(ABC):
         return 0
 
     def gradients_for_weight(self) -> tuple[str, ...]:
-        """Names of outputs whose gradients the second half reads; of inputs, if no output has the name."""
+        """Tensors whose gradients the second half reads. A name stands for an input if no output has this name."""
         return tuple(self.makes) if self._has_matrix else ()
 
     @property
@@ -143,12 +143,12 @@ class Primitive(ABC):
         return ""
 
     def flops(self) -> int:
-        """FLOPs of its forward pass on one sequence."""
+        """FLOPs of the forward pass on one sequence."""
         return 0
 
     @abstractmethod
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """Return the kernels of its forward pass.
+        """Return the kernels of the forward pass.
 
         Args:
             sequences: sequences of the microbatches that are computed together.
@@ -185,7 +185,7 @@ class Step(NamedTuple):
 
     Attributes:
         primitive: the primitive.
-        block: number of the block to which it belongs, which has its parameters and dropout masks.
+        block: number of the block that has the primitive's parameters and dropout masks.
         place: the position as text: `block 31, feed-forward`, `embedding`.
     """
 
@@ -409,7 +409,7 @@ class Scores(Linear):
 class Activate(Primitive):
     """Activation function, from the features of the linear map before it to the `hidden` features of the one after it.
 
-    A gated function has two input features for each hidden one: first all gates, then all factors of the gates.
+    A gated function has two input features for each hidden one: first all gates, then all values that they multiply.
 
     Attributes:
         tensor, index: name of its input and output tensor, and index name of its features.

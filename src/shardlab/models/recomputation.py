@@ -38,8 +38,8 @@ class Recomputation:
 
     Attributes:
         again: numbers of the primitives that the backward pass runs again.
-        kept: tensors that are kept from the forward pass, each with the numbers of the primitives that need it. Inputs
-            of the block are among them.
+        kept: tensors that the block computes and keeps from the forward pass, each with the numbers of the primitives
+            that need it. Inputs of the block are not among them.
     """
 
     again: frozenset[int]
@@ -137,8 +137,8 @@ class LayerRecomputation:
     """Recomputation of one layer of a program, which may have parts of two blocks.
 
     Attributes:
-        again: numbers of its primitives that the backward pass runs again.
-        inside: numbers of its primitives that belong to blocks.
+        again: numbers of the layer's primitives that the backward pass runs again.
+        inside: numbers of the layer's primitives that belong to blocks.
         kept: tensors that are computed in the layer, and kept for the layer's primitives.
         keeps_input: whether one of these primitives needs the activation that enters the layer.
         attends_again: whether attention as a separate op is recomputed.

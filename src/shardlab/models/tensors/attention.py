@@ -42,7 +42,7 @@ def attend(
     key_tokens: Sequence[int],
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attend to these keys and values only. Queries to which all of them are masked get 0 and a log-sum-exp of -inf."""
+    """Attend to these keys and values only. Queries for which all keys are masked get 0 and a log-sum-exp of -inf."""
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
     mixed = q.new_zeros(*q.shape[:-1], primitive.value_size)
     lse = q.new_full(q.shape[:-1], float("-inf"))
@@ -123,7 +123,7 @@ def rotate(features: Tensor, turns: Tensor, heads: int) -> Tensor:
     """Apply the rotary position embedding to queries and keys (Su et al. 2021, arXiv 2104.09864, eq. 34).
 
     Features 2i and 2i + 1 of a head, as a complex number, are rotated by position * theta^(-2i/size). So the product of
-    a query and a key depends on their distance.
+    a query and a key depends on their positions only by their distance.
 
     Args:
         features: (rows, T, features) of queries, then of keys, then of values.

@@ -431,7 +431,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def loss_of(log_probs: Tensor, targets: Tensor) -> Tensor:
-    """Return `cross_entropy` from `log_probabilities`, bitwise equal."""
+    """Return the cross-entropy, given the result of `log_probabilities`. It is bitwise equal to `cross_entropy`."""
     return F.nll_loss(log_probs.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction="sum")
 
 

@@ -97,7 +97,7 @@ class FactorInputs:
     like: Tensor
 
     def tokens(self, primitive: Primitive) -> int:
-        """Return the tokens of a whole sequence."""
+        """Return the number of tokens of a whole sequence, of which this rank may have only some."""
         return self.length if self.share.tokens is None else primitive.tokens
 
 

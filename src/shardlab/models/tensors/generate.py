@@ -137,7 +137,7 @@ class TextGenerator:
         return self.compute(x, Share(tokens=range(start, start + len(seen))))[0, -len(tokens) :]
 
     def compute(self, x: Tensor, share: Share) -> Tensor:
-        """Compute the blocks' outputs (1, tokens, features) for the tokens (1, tokens) that follow the cached ones."""
+        """Compute the last block's output (1, tokens, features) for the tokens (1, tokens) after the cached ones."""
         caches = self._caches or [None] * len(self._layers)
         for layer, weights, cache in zip(self._layers, self._parameters, caches, strict=True):
             (x,) = layer.run(weights, (x,), share, cache=cache)

@@ -64,8 +64,8 @@ class TensorLayer:
     ) -> tuple[Tensor, ...]:
         """Compute the layer's outputs.
 
-        A router's outputs form one further output tensor: they are concatenated along the features, without the
-        activation.
+        Tensors that one kind of value carries, such as a router's outputs, are concatenated along the features into one
+        further output.
 
         Args:
             parameters: the parameters in the layout's order; those of one slice if the layer is sliced.
@@ -101,7 +101,7 @@ class TensorLayer:
         share: Share,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute the layer's outputs, given the factors of its steps. All inputs are then tensors."""
+        """Compute the layer's outputs from the factors of its steps, so that all inputs are tensors."""
         by_name = dict(zip(self.layer.names, parameters, strict=True))
         tensors = self._unpacked(inputs)
         operands = Operands(by_name, tensors, share, None, cache)
@@ -170,8 +170,8 @@ BACKEND = "inductor"
 Compiled = Callable[..., tuple[Tensor, ...]]
 
 FUNCTIONS: dict[tuple[Any, ...], Compiled] = {}
-"""Compiled functions by key. Layers with the same arithmetic share one. torch.compile adds a graph to it for each
-shape, and for no_grad."""
+"""Compiled functions by key. Layers with the same arithmetic share a function. torch.compile adds a graph to this
+function for each shape, and for no_grad."""
 
 
 class CompiledLayer(TensorLayer):

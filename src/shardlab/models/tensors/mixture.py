@@ -30,7 +30,7 @@ def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> tuple[Tens
     The backward pass of the gates adds the gradient of the auxiliary loss, averaged over the step's microbatches. The
     loss of a microbatch is experts * sum over experts of (the expert's share of the choices) * (its mean probability),
     which is 1 if the load is balanced (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices). If
-    ranks share the experts, each adds the terms of its experts.
+    the experts are divided among ranks, each rank adds the terms of its experts.
     """
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", _Choose.apply)
     return apply(router_scores(x, weight), router, share)

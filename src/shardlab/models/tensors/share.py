@@ -22,7 +22,7 @@ class Share:
         step_microbatches: number of microbatches in the step; each has an equal share of the auxiliary loss.
         experts: the experts to which tokens are sent, or from which results come back, as parts of all experts.
         gradient_scale: factor of all gradients of the layer's backward pass: the loss scale of float16, and the
-            program's own factor. A gradient that a primitive adds itself is multiplied by it too.
+            program's own factor. A gradient that a primitive adds itself is also multiplied by this factor.
     """
 
     pieces: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])

@@ -127,7 +127,7 @@ class PreparedLayer:
         Args:
             inputs: activation l, (rows, *shape), then any other inputs, such as a router's outputs. No input requires
                 a gradient.
-            weights: its parameters; those of one slice if the layer is sliced.
+            weights: the layer's parameters; those of one slice if the layer is sliced.
             share: the slice of the layer, or the tokens, to compute.
             dropout: source of this step's dropout masks. If the layer spans several blocks, each has its own masks.
             keeps: whether a backward pass follows.
