@@ -1,7 +1,7 @@
 """`shardlab bench strategies --each-pass`: predict and measure the gain of each pass on each strategy.
 
 `passes_row` chooses the passes of a strategy by this machine's prices, and times the program after each of them.
-`add_passes` adds the gains.
+`add_passes` adds the gains to a report.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`shardlab learn run`: train a small GPT with a student's program, verify it, and compare prediction and measurement.
 
-The prediction is the timeline of this model in the exercise's costs. Its unit of time is the measured time of a forward
-pass. It therefore tests whether all other ops cost what the course assumes. `shardlab compare` predicts from the
-measured profile of this machine.
+The prediction is the timeline of the trained model in teaching costs, which the exercises use. Its unit of time is the
+measured time of a forward pass. The comparison therefore tests whether all other ops cost what the course assumes.
+`shardlab compare` predicts from the measured profile of this machine.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
 
 
 def _model_size(entry: CourseEntry) -> dict[str, Any]:
-    """Return the options of a model that is sharded as in the exercise."""
+    """Return the option for the size of the trained model: as many layers, or blocks, as the exercise has."""
     layers = entry.exercise.layers
     if isinstance(layers, int):
         return {"layers": layers}

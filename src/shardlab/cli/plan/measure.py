@@ -245,7 +245,7 @@ def _read_run(folder: Path, record: dict[str, Any], problem: Problem, model: str
 
 
 def _is_device(name: str, problem: Problem) -> bool:
-    """Return whether a run recorded the same device as the cluster's. All CPUs count as the same."""
+    """Return whether the device that a run recorded is that of the cluster. All CPUs count as the same."""
     cluster = problem.cluster
     if cluster.on_cpu:
         return not device_called(name)

@@ -1,8 +1,8 @@
 """Report of `shardlab plan`: the chosen plan on one screen, or with all reasons.
 
 `PlanReport.report` shows the plan, its figures, the runners-up and the commands that run it. With `explain`, it also
-shows the mesh, the best plan of each family, the critical path, and the reason for each decision. `PlanReport.fields`
-has the same content as JSON, in seconds, bytes and shares.
+shows the mesh, the best plan of each family (the plans with the same kinds of parallelism), the critical path, and the
+reason for each decision. `PlanReport.fields` has the same content as JSON, in seconds, bytes and shares.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 PATH_NOTE = "ops and waits that add up to the step; if a message overlaps compute, only the one that ends last counts"
-"""Explanation of the critical path, whose share of compute is smaller than the step's."""
+"""Note below the critical path. It explains why compute has a smaller share of the path than of the step."""
 
 NODE_WIDTH = 10
-"""Width of a node's name in characters."""
+"""Number of characters of a node's name at the beginning of a line of the drawn mesh."""
 
 CHANGE_TEXTS: dict[Change, str] = {
     "memory": "twice the memory",
@@ -275,7 +275,7 @@ def _schedule_text(plan: ScheduledPlan) -> str:
 
 
 def searched(choice: PlanChoice) -> str:
-    """Return the extent of the search, and a lower bound for all plans."""
+    """Return text about the extent of the search, with a lower bound of the step time of all plans."""
     results, problem = choice.results, choice.problem
     least = problem.workload(choice.best.candidate).mfu(1.0)
     ended = "" if results.complete else "; the time was up: more --seconds may find a faster one"

@@ -33,7 +33,7 @@ def check_folder(folder: Path, problem: Problem, *, force: bool) -> None:
         for writer in WRITERS[framework]:
             *others, last = writer.files
             check_new_file("--write", folder / last, last, force=force)
-            if not (folder / last).is_file():  # its mark also counts for the others, since JSON has no comments
+            if not (folder / last).is_file():  # the mark in it counts for all files, since JSON has no comments
                 for name in others:
                     check_new_file("--write", folder / name, name, force=force)
 

@@ -232,7 +232,7 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Prices, name
     """Simulate the same plan and layers without recomputation. Return None if the plan does not recompute.
 
     Args:
-        names: passes that rewrote the program. They are applied to this program as well.
+        names: passes that rewrote the program. They are applied to the one without recomputation as well.
     """
     program = proof.program
     plan = entry.plan(program.ranks) if entry.plan else None

@@ -268,11 +268,11 @@ class Activity:
 
     @property
     def idle(self) -> float:
-        """Share of the step in which the rank does neither."""
+        """Share of the step in which the rank neither computes nor communicates."""
         return float(self._idle_until[-1]) / self.end
 
     def _under_way(self, starts: Array, ends: Array) -> NDArray[np.bool_]:
-        """Return for each time in `_moments` whether any of these ops runs until the next one."""
+        """Return for each time in `_moments` whether any of these ops runs from then until the next time."""
         change = np.zeros(len(self._moments), dtype=np.int64)
         np.add.at(change, np.searchsorted(self._moments, starts), 1)
         np.add.at(change, np.searchsorted(self._moments, ends), -1)

@@ -67,8 +67,8 @@ def plan_for_this_machine(
         layout: flags of a plan.
         sources: settings of the run.
         ranks: number of ranks (None: one for each device or core of the machine).
-        measure: whether plans may be measured. Compiled layers and captured steps are never measured, because preparing
-            them takes long.
+        measure: whether plans may be measured. They never are with compiled layers or captured steps, because preparing
+            these takes long.
         tell: whether to print the choice.
 
     Returns:

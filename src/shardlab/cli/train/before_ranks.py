@@ -75,8 +75,8 @@ def require_audit(proof: Checked, name: str) -> None:
 def line_lookup(entry: StrategyEntry, job: Job) -> LineOf:
     """Return a function that finds the line of a user's file which issued an op of a rank.
 
-    It also finds ops that passes have moved, or put into a bucket or an arena. It returns "" for ops that passes have
-    added, and for built-in strategies.
+    The function also finds ops that passes have moved, or put into a bucket or an arena. It returns "" for ops that
+    passes have added, and for all ops of a built-in strategy.
     """
     path, _ = file_and_name(entry.name)
     if path is None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 MOST_TRIED = 400_000
-"""Largest number of ops of rewritten programs that are checked and simulated, at about 25 microseconds each. It does
-not limit passes that are named with their settings."""
+"""Largest number of ops, over all rewritten programs together, that are checked and simulated to choose passes, at
+about 25 microseconds each. It does not limit passes that are named with their settings."""
 
 SURE_GAIN = 0.02
 """Smallest predicted gain, as a share of the step, of a pass that runs without being named. Some passes with smaller
@@ -168,12 +168,14 @@ def _only_named(names: str) -> str:
 
 
 def _priced_precision(precision: str) -> str:
-    """Return the precision whose prices apply. For float64, which only `verify` uses, it is float32."""
+    """Return the precision whose prices apply: for float64 that of float32, for others the precision itself."""
     return "fp32" if precision == "fp64" else precision
 
 
 def _clusters(ranks: int) -> Iterator[Cluster]:
-    """Yield this machine as a cluster: as measured, if it was, and as assumed, with a device for each rank."""
+    """Yield this machine as a cluster with a device for each rank: with its known prices, if any, then with assumed
+    prices.
+    """
     from shardlab.measure.profile import memory_here
     from shardlab.simulate.hardware.cluster import unmeasured
 

@@ -68,7 +68,8 @@ if TYPE_CHECKING:
 
 
 BY_NAME = {"model": "the model", "plan": "the plan"}
-"""Origin of fields that no source sets, for these sections. Such fields of other sections follow from a rule."""
+"""Printed origin of a field that no source sets, by its section. In other sections, such a field follows from a
+rule."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class Train:
 
     @property
     def _start_limit(self) -> timedelta:
-        """Time limit in seconds for the rendezvous of a launcher's ranks while the run's settings are not known yet."""
+        """Time limit for the rendezvous of a launcher's ranks while the run's settings are not known yet."""
         from shardlab.train.launch.ranks import RENDEZVOUS, start_limit
 
         sources = self._sources() if self.resume is None else [preset_source("default"), self._flags()]
@@ -211,7 +212,7 @@ class Train:
         return start_limit(timeout) if usable else RENDEZVOUS.start
 
     def _sources_of_resumed_run(self, resumed: ResumedRun, launched: int | None) -> list[ConfigSource]:
-        """Return the sources of a resumed run's settings: its checkpoint and the flags."""
+        """Return the sources of a resumed run's settings: the default preset, its checkpoint, and the flags."""
         flags = self._flags()
         train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
         saved = resumed.source(launched, flags.sections["optimizer"])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardlab.train.steps import Callback
 
 _LINE = re.compile(r"[^\s(]+(?=:\d+[):])")
-"""File name that is followed by the number of a line, in a message."""
+"""Pattern of a file name in a message that is followed by the number of a line."""
 
 OF_THE_COMMAND = ("json", "print_config", "out", "force", "grade", "measure", "measured", "all")
 """Options that a function call does not have, because they print, write files or start other work."""

@@ -55,9 +55,10 @@ class PageContents:
 
     Attributes:
         title, note: title of the page, and the sentence below it.
-        packed: packed tables of the page.
-        timelines: figures of each timeline by its name, and whether they are in seconds.
-        rows: names of the rows.
+        packed: tables that the page shows, as bytes (`step_tables`, `trace_tables`).
+        timelines: figures of each timeline by its name.
+        in_seconds: whether the times of the figures are in seconds, rather than in units.
+        rows: names of the timelines' rows.
         remarks: sentences below the figures.
     """
 
@@ -200,7 +201,7 @@ class View(StepOptions):
         return Step(title, note, traced, [shown], schedule, _lines_of(result.entry, traced), result.notes)
 
     def _run(self, folder: Path) -> PageContents:
-        """Return the page of a traced run, with its prediction above it."""
+        """Return the page of a traced run: the measurement, and above it the prediction if there is one."""
         from shardlab.draw.viewer.step_tables import ShownTimeline, Step
 
         self._refuse_step_options(f"{folder} is a run", RUN_OPTIONS)
@@ -230,7 +231,7 @@ class View(StepOptions):
         return PageContents(path.stem, str(path), packed, figures, in_seconds=True, rows=rows)
 
     def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
-        """Refuse options of a step together with a run or a trace, which already determine the step."""
+        """Refuse options of a step, except those of `but`, together with a run or a trace that determines the step."""
         kept = {"strategy", "out", "force", "json", *but}
         for each in fields(self):
             if each.name not in kept and getattr(self, each.name) != each.default:

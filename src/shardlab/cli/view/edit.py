@@ -1,7 +1,7 @@
 """`shardlab view --edit`: serve a page for editing a schedule or a program, and check each version of it.
 
-The server is reachable from this machine only, and answers only requests with its token, a random word that it prints.
-It stores no state of the pages, so a page may be open twice.
+The server is reachable from this machine only, and answers only requests with its token, a random word in the address
+that the command prints. It stores no state of the pages, so a page may be open twice.
 """
 
 from __future__ import annotations

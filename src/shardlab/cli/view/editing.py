@@ -50,8 +50,8 @@ class Judgement:
     """Result of checking the text of a schedule or a program.
 
     Attributes:
-        sentence: error, or the goals that are not reached yet ("": neither).
-        legal: whether the text is right.
+        sentence: error ("": none); for an exercise of the course, its verdict and the figures with their goals.
+        legal: whether the check accepts the text. Goals of an exercise may still be missed.
         step: step of the schedule or the program (None: the text is wrong).
         files: files to save, by name.
     """
@@ -269,10 +269,15 @@ def level_title(entry: CourseEntry) -> str:
 
 
 def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
-    """Parse the CSV text of a schedule, without its messages.
+    """Return the schedule of a CSV text. Messages in the text are left out.
+
+    Args:
+        ranks: number of ranks of the pipeline.
+        microbatches: number of microbatches of the pipeline.
 
     Raises:
-        UserError: if the schedule cannot be executed to its end (the error names the cell), or has other sizes.
+        UserError: if the schedule cannot be executed to its end (the error names the cell), or has other numbers of
+            ranks or microbatches than the pipeline.
     """
     rows = parse_cells(text)
     placed = check_rows(rows)

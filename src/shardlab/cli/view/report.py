@@ -12,7 +12,8 @@ from shardlab.common.text import seconds_text
 from shardlab.simulate.timeline.figures import Figures, IdleCause
 
 UNEQUAL = 0.0005
-"""Smallest share of the mean by which a rank that computes longer than the others is named as a straggler."""
+"""Smallest excess of the longest compute time of a rank over the mean, as a share of the mean, for which the rank is
+named as a straggler."""
 
 
 def figures_report(
