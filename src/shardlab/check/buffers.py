@@ -53,7 +53,7 @@ def batches_of(tape: Sequence[Op], kinds: Collection[OpKind] = COLLECTIVES) -> d
 def may_share_batch(one: Op, other: Op, specs: Mapping[int, Spec]) -> bool:
     """Return whether two collectives may be issued as one batch.
 
-    Their op, group and reduction must be equal, and their values of one kind and dtype.
+    Their op, group and reduction must be equal, and so must the kind and the dtype of their values.
     """
     if one[0] not in BUCKETED or (one[0], one.group, one.reduction) != (other[0], other.group, other.reduction):
         return False

@@ -446,7 +446,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
 
 
 def _takes_any_number(op: Op) -> bool:
-    """Return whether an op of a kind that takes any number of inputs has valid numbers of inputs and outputs."""
+    """Return whether an op is of a kind that takes any number of inputs, and has inputs and the right outputs."""
     row = op.kind.row
     return not row.inputs and len(op.inputs) > 0 and len(op.outputs) in row.outputs and op.handle < 0
 

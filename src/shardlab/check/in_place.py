@@ -47,8 +47,8 @@ class InPlace:
 
     Attributes:
         first_input: indices of the ALL_REDUCEs, REDUCEs, ADDs and other ops that may overwrite their first input.
-        accumulates: index of each BACKWARD that adds its gradient to an older one, to that older gradient.
-        fused: index of each ADD that such a BACKWARD has done, to (older gradient, new gradient).
+        accumulates: for each BACKWARD that adds its gradient to an older one, by index: the older gradient.
+        fused: for each ADD that such a BACKWARD does in its place, by index: (older gradient, new gradient).
     """
 
     def __init__(self, tape: Sequence[Op]) -> None:
@@ -115,10 +115,10 @@ class KeptWeights:
 
     Attributes:
         loaded: the memory that each loaded weight views, in the tape's order.
-        place_of: memory to its place (the `place` of a form).
+        place_of: for each memory, its place (the `place` of a form).
         roots: the value that each slice views (from `view_roots`).
-        owners: value to the value in whose memory it lies, for slices and for new weights. An update writes a new
-            weight over the kept weight or over the copy that it reads.
+        owners: for each slice and each new weight, the value in whose memory it lies. An update writes a new weight
+            over the kept weight or over the copy that it reads.
         copied_updates: for each update that writes to a copy, because the weight is kept in another place: its index,
             and the memory that keeps the weight.
         refreshed: indices of the copied updates whose copy may have been rounded, or comes from another rank. Before

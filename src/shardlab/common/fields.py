@@ -374,7 +374,7 @@ DURATION = FieldType(
 
 
 def split_interval(value: int | str | None) -> tuple[int | None, float | None]:
-    """Return the steps and the seconds of an interval. One of the two is None.
+    """Return the steps and the seconds of an interval. At least one of the two is None.
 
     >>> split_interval(100), split_interval("10m"), split_interval(None)
     ((100, None), (None, 600.0), (None, None))
@@ -395,7 +395,7 @@ INTERVAL = FieldType(
 
 
 def name_or(*objects: type) -> FieldType:
-    """Return the type of a field that takes a name or, in Python, an object of one of these types."""
+    """Return the type of a field that takes a name or, in Python, an object of one of the types `objects`."""
     return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")
 
 

@@ -328,7 +328,7 @@ class Stoppable(Thread):
         return 0.0
 
     def stop(self) -> None:
-        """Stop the program where it is. Repeat this, since the program may catch the exception."""
+        """Stop the program where it is. The exception is raised repeatedly, since the program may catch it."""
         if not self.is_alive():
             return
         deadline = time.monotonic() + STOPPING_SECONDS
