@@ -225,7 +225,7 @@ def main(options: Options) -> None:
     load = os.getloadavg()[0]
     if load > 0.5:
         print(
-            f"agreement: the machine is busy (load {load:.1f}); its timings will not be what they are", file=sys.stderr
+            f"agreement: the machine is busy (load {load:.1f}); timings will be too long", file=sys.stderr
         )
     began = time.perf_counter()
     rows: list[Row] = []
