@@ -224,9 +224,7 @@ def show(rows: Sequence[Row], options: Options) -> None:
 def main(options: Options) -> None:
     load = os.getloadavg()[0]
     if load > 0.5:
-        print(
-            f"agreement: the machine is busy (load {load:.1f}); timings will be too long", file=sys.stderr
-        )
+        print(f"agreement: the machine is busy (load {load:.1f}); timings will be too long", file=sys.stderr)
     began = time.perf_counter()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
