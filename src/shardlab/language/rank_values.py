@@ -85,8 +85,8 @@ class ValueVerbs(Tracer):
 
         Args:
             microbatches: numbers of the microbatches.
-            slices: numbers of the slices of these microbatches' sequences (None: whole sequences). There are two slices
-                for each context-parallel rank, unless the sizes set another number.
+            slices: numbers of the slices of these microbatches' sequences (None: whole sequences). A sequence has `tp`
+                slices, or with context parallelism 2 x `cp` x `tp` (the sizes may set another number than 2).
 
         Raises:
             Refused: for an empty list, and for a microbatch or slice that does not exist or is named twice.
