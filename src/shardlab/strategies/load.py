@@ -20,7 +20,7 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
     a second function `<strategy>_mesh(ranks) -> Mesh`.
 
     Args:
-        name: a built-in name, `path/to/file.py:function`, `path/to/file.py` if it has only one, or a plan.
+        name: a built-in name, `path/to/file.py:function`, `path/to/file.py` if the file has one strategy, or a plan.
         passes: names of the tape passes (None: those of the plan, if any).
 
     Raises:

@@ -81,7 +81,8 @@ class StrategyEntry:
         memory: formula of the model state that one rank stores. It leaves out activations and one or two gathered
             layers.
         sends: formula of the elements sent by the rank that sends most, as a Python expression.
-        order: position in listings. The nine programs have 1 to 9, a user's programs 50, and plans 100.
+        order: position in listings: 1 to 9 for the nine short programs, 50 for other programs that `built_in` declares,
+            and 100 for plans.
         passes: names of the tape passes (None: those of the plan, if any); see `Plan.passes`.
 
     Symbols of `memory` and `sends`:
@@ -125,7 +126,7 @@ class StrategyEntry:
         return entry_from_plan(replace(self.plan(ranks), passes=passes), self.name)
 
     def on_mesh(self, mesh: Mesh) -> StrategyEntry:
-        """Return the strategy for the ranks of one mesh."""
+        """Return this strategy with one mesh, and so for one number of ranks."""
         return replace(self, mesh={mesh.world: mesh}.__getitem__)
 
     def for_job(self, ranks: int) -> str | Plan:

@@ -21,9 +21,10 @@ class Attention:
       gradient of the block follows one hop behind, and returns when all ranks have added to it (Liu et al. 2023, arXiv
       2310.01889, section 3).
     - All-gather: all blocks are gathered in both passes, and their gradients are reduce-scattered.
-    - Ulysses: ranks exchange slices of sequences for heads, so each has whole sequences of some heads, and exchange the
-      result back (Jacobs et al. 2023, arXiv 2309.14509, section 3). If only neighbours do so (`ulysses_degree`), keys
-      and values of the other ranks come by a ring or all-gather (USP: Fang and Zhao 2024, arXiv 2405.07719).
+    - Ulysses: ranks exchange slices of sequences for heads, so that each has whole sequences of some heads. After the
+      attention, they exchange its result back (Jacobs et al. 2023, arXiv 2309.14509, section 3). If only neighbours
+      exchange (`ulysses_degree`), keys and values of the other ranks come by a ring or all-gather (USP: Fang and Zhao
+      2024, arXiv 2405.07719).
 
     Keys of stores are (layer, microbatch).
     """

@@ -383,7 +383,11 @@ class Plan:
     def stages_on_rank(self, units: int) -> int:
         """Return the number of stages on each pipeline rank.
 
-        It is the number that the schedule requires, or else `stages_per_rank`, or else 2 if the model has enough units.
+        It is the number that the schedule requires, or else `stages_per_rank`. If neither sets a number, it is 2 on a
+        pipeline of several ranks if the model has enough units, and 1 otherwise.
+
+        Args:
+            units: number of parts between which a pipeline may split the model.
 
         Raises:
             UserError: if the schedule needs another number than `stages_per_rank`.

@@ -45,9 +45,9 @@ def resolve(plan: Plan, sizes: Sizes, microbatches: int, rank: int) -> RankPlan:
 def with_named_blocks(plan: Plan, model: ModelLayers) -> Plan:
     """Return the plan with every-N or first-N replaced by the numbers of the recomputed blocks.
 
-    Every-N recomputes the last of N blocks, as torchtitan's selective_ac_option with a number did
-    (torchtitan/distributed/activation_checkpoint.py before version 0.3), and first-N the first N of each stage, as
-    Megatron's recompute_method block does (megatron/core/transformer/transformer_config.py).
+    Every-N recomputes the last of every N blocks, as torchtitan's selective_ac_option with a number did
+    (torchtitan/distributed/activation_checkpoint.py before version 0.3). First-N recomputes the first N blocks of each
+    stage, as Megatron's recompute_method block does (megatron/core/transformer/transformer_config.py).
     """
     word, number = plan.counted_recompute or ("", 0)
     blocks = model.recomputable

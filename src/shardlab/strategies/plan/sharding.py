@@ -230,7 +230,10 @@ class GradientReducer(Generic[V]):
                 rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
 
     async def _directions(self) -> AsyncIterator[tuple[int, V | None]]:
-        """Yield every weight with the direction of its update, if it needs one. The next direction is prefetched."""
+        """Yield each trained weight's layer, with the gathered direction of the update (None: no `direction_axes`).
+
+        The next direction is prefetched.
+        """
         rank, weights = self._rank, self._trained
         left = [l for l, weight in weights.items() if weight.direction_axes]
         coming: dict[int, Awaitable[V]] = {}

@@ -63,12 +63,12 @@ def v_min(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ite
 
 
 def _v_half_block(rank: int, ranks: int) -> tuple[int, int, int, int]:
-    gap = 3 if ranks % 2 == 0 else 0  # without it, passes would meet
+    gap = 3 if ranks % 2 == 0 else 0  # without it, two passes would share a slot
     return 2 * rank, 3 * ranks - rank - 2, 3 * ranks + gap + 2 * rank - 1, 6 * ranks + gap - rank - 2
 
 
 def _v_min_block(rank: int, ranks: int) -> tuple[int, int, int, int]:
-    gap = 2 if ranks % 3 == 0 else 0  # without it, passes would meet
+    gap = 2 if ranks % 3 == 0 else 0  # without it, two passes would share a slot
     return rank, 2 * ranks - rank - 1, 2 * ranks + gap + rank, 4 * ranks + gap - rank - 1
 
 
@@ -115,7 +115,7 @@ def _add_weight_halves(timetable: Timetable) -> None:
 
 
 def _remove_late_weight_halves(timetable: Timetable) -> None:
-    """Remove the weight halves after the last forward pass. The memory no longer grows then."""
+    """Remove the weight halves after the last forward pass: from then on, the memory no longer grows."""
     last = max(slot for slot, action in timetable.items() if isinstance(action, Forward))
     for slot, action in list(timetable.items()):
         if slot > last and isinstance(action, BackwardWeight):

@@ -71,7 +71,7 @@ def import_csv(source: str | Path) -> Steps:
 
 
 def export_csv(steps: Steps, *, form: CsvFormat) -> str:
-    """Return steps as a CSV text that PyTorch's pipelining loads with the same `format`.
+    """Return steps as a CSV text that PyTorch's pipelining loads with `form` as its argument `format`.
 
     Args:
         steps: steps of all ranks. Gathers and reductions are inserted if there are none.
@@ -101,7 +101,7 @@ class Cell:
         kind: one of `KINDS`.
         stage: stage of the action; for a message, the stage at this end.
         microbatch: microbatch (None: a step of a sharded stage).
-        written: text of the file, if it is in the format of torch 2.5.
+        written: text of the cell in the file, if it is in the format of torch 2.5 ("": it is in that of today).
     """
 
     row: int
@@ -388,7 +388,7 @@ _OVERLAP = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 
 
 def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
-    """Return the rank of each stage: the one with most of its actions. All other actions must be there too."""
+    """Return the rank of each stage: the one with most of the stage's actions. An action on another rank is refused."""
     counts: dict[int, Counter[int]] = {}
     for cell in (cell for row in rows for cell in row if cell.kind in ACTIONS):
         counts.setdefault(cell.stage, Counter())[cell.rank] += 1
