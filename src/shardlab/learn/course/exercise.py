@@ -6,7 +6,7 @@ students are made from its source:
 - its docstring is the statement: one screen, with a figure in ASCII;
 - `file_text` returns the file of a student. At the start, each region between `# BEGIN SOLUTION` and `# END SOLUTION`
   is replaced by the lines after `# START` in that region, without their `# `, or else by `# Your code here.`;
-- from `# END OF THE EXERCISE` on, students do not see it: `EXERCISE`, an `Exercise`, is for the grader.
+- what follows `# END OF THE EXERCISE` is for the grader, and students do not see it: `EXERCISE`, an `Exercise`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Grading: the result of a solution of an exercise, and advice on what to look at next.
 
-`grade` is the entry point. A solution is checked, simulated in teaching costs, and compared with the techniques and the
-goals of its exercise, in this order. The first failure is the *finding*. If one of the exercise's mistakes matches the
-finding, its advice is shown; otherwise that of `_general_advice`.
+`grade` is the entry point. A solution is checked, simulated in teaching costs (or predicted on the exercise's cluster),
+and compared with the techniques and the goals of its exercise, in this order. The first failure is the *finding*. If
+one of the exercise's mistakes matches the finding, its advice is shown; otherwise that of `_general_advice`.
 """
 
 from __future__ import annotations

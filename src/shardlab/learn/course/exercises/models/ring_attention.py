@@ -38,7 +38,7 @@ from shardlab.learn.course.techniques import avoids, hidden
 
 
 def slices(rank: Rank) -> list[int]:
-    """Return the two slices, of 2 * world, that this rank has."""
+    """Return the numbers of this rank's two slices of a sequence, which has 2 * world slices."""
     # BEGIN SOLUTION
     return [rank.index, 2 * rank.world - 1 - rank.index]
     # START
@@ -47,7 +47,7 @@ def slices(rank: Rank) -> list[int]:
 
 
 async def attention(rank: Rank, l: int) -> Value:
-    """Return the result of this rank's queries, which meet the keys and values of all ranks."""
+    """Return the attention of this rank's queries to the keys and values of all ranks."""
     queries = rank.queries[l]
     # BEGIN SOLUTION
     following, previous = (rank.index + 1) % rank.world, (rank.index - 1) % rank.world
@@ -67,7 +67,10 @@ async def attention(rank: Rank, l: int) -> Value:
 
 
 async def attention_backward(rank: Rank, l: int, result: Value, gradient: Value) -> tuple[Value, Value]:
-    """Return the gradients of this rank's queries, and of its keys and values: they follow one hop behind."""
+    """Return the gradients of this rank's queries, and of its keys and values.
+
+    The gradient of a block travels one hop behind the block, and each rank adds its part.
+    """
     following, previous = (rank.index + 1) % rank.world, (rank.index - 1) % rank.world
     block = rank.keys_values[l]
     coming = rank.exchange(block, to=following, source=previous)

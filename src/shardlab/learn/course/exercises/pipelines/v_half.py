@@ -39,7 +39,7 @@ from shardlab.strategies.schedules import Action, BackwardInput, BackwardWeight,
 
 
 def block(rank: int, ranks: int) -> tuple[int, int, int, int]:
-    """Return the slots of microbatch 0: F of the stages down and up, I of the stages up and down."""
+    """Return the slots of microbatch 0: of F in stages r and 2p - 1 - r, then of I in stages 2p - 1 - r and r."""
     # BEGIN SOLUTION
     gap = 3 if ranks % 2 == 0 else 0  # without it, passes would meet
     return 2 * rank, 3 * ranks - rank - 2, 3 * ranks + gap + 2 * rank - 1, 6 * ranks + gap - rank - 2
