@@ -464,7 +464,7 @@ def draw(
         path: SVG file to write as well. An existing file is replaced.
         title: title of a timeline (default: `thing` if it is a name, otherwise no title).
         color_by: what the colours of a timeline mean: "pass" or "layer".
-        costs, ranks, layers, microbatches: as for `simulate`. All things but a strategy or program have them already.
+        costs, ranks, layers, microbatches: as for `simulate`. A timeline, prediction, value or store has them already.
 
     Raises:
         Refused, UserError: as `simulate` does, and if the file cannot be written.
