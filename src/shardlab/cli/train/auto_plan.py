@@ -105,7 +105,7 @@ def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ra
 
     Returns:
         The run with its earlier plan and microbatches. None if it had no plan, another number of ranks or another
-        batch, or if the flags of a plan have changed.
+        batch, or if flags contradict its plan.
     """
     from shardlab.planner.problem import Limits
 
@@ -158,8 +158,9 @@ def measure_fastest(
 ) -> PlannedRun:
     """Time steps of several plans in rotation on the ranks of a run, and return the run with the fastest plan.
 
-    The program of each plan is first rewritten by the passes that help it. If a rank that this process has started
-    fails, for example because memory runs out, the plan that is predicted fastest is returned.
+    The program of each plan is first rewritten by the passes that help it. If `prove` accepts fewer than two plans,
+    nothing is measured. Then, or if a rank that this process has started fails (for example because memory runs out),
+    the accepted plan that is predicted fastest is returned.
 
     Args:
         planned: plans to measure.

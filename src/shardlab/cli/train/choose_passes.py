@@ -51,9 +51,9 @@ def settle_passes(
 ) -> StrategyEntry:
     """Return a strategy with the settings of its passes fixed.
 
-    If no passes are named, all passes that help are run. Their gains are predicted from the profile of `shardlab
-    bench`, or from assumed prices if there is no profile. All ranks of a launcher use the choice of the first rank. A
-    wrong program is not reported here, because every rank checks the program later.
+    If no passes are named, all passes that help are run. Their gains are predicted from the prices of `cluster_here`,
+    or from assumed prices if this machine is unknown. All ranks of a launcher use the choice of the first rank. A wrong
+    program is not reported here, because every rank checks the program later.
 
     Args:
         job: job of the strategy, with or without its passes.

@@ -58,7 +58,7 @@ class EditServer:
         self._server.server_close()
 
     def answer(self, method: str, path: str, content: bytes) -> Answer:
-        """Return the answer to a request."""
+        """Return the answer to a request: the page, the judgement of a text as JSON, or an error."""
         token, slash, where = path.partition("?")[0].removeprefix("/").partition("/")
         if not slash or not secrets.compare_digest(token.encode(), self.token.encode()):
             return _text(403, "the address lacks the token; use the one that shardlab view --edit printed")
