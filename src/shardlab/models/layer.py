@@ -375,9 +375,7 @@ def closes(primitive: Primitive, among: set[str]) -> bool:
 
 
 def _fused(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the steps, with each bias added by its linear map if the residual sum that would add it is in the same
-    layer.
-    """
+    """Return the steps, with each bias moved from the residual sum to its linear map if both are in these steps."""
     fused: list[Step] = []
     for step in steps:
         before, primitive = fused[-1] if fused else None, step.primitive

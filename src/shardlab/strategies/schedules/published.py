@@ -50,8 +50,9 @@ def breadth_first(rank: int, ranks: int, microbatches: int, stages_per_rank: int
 def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """Interleaved 1F1B: each rank has several small stages, and runs each group of microbatches through them in turn.
 
-    A group has at least as many microbatches as there are ranks, and groups differ by at most one. Therefore any number
-    of microbatches works (Megatron-LM needs a multiple of the ranks).
+    A group has at least as many microbatches as there are ranks, and groups differ by at most one. If there are fewer
+    microbatches than ranks, they form one group. Therefore any number of microbatches works (Megatron-LM needs a
+    multiple of the ranks).
 
     Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 and fig. 4.
     """
@@ -146,7 +147,7 @@ def in_phases(*phases: tuple[int, list[Pass]]) -> Iterator[Action]:
 
 
 def _groups(microbatches: int, ranks: int) -> list[range]:
-    """Return consecutive groups of at least `ranks` microbatches, larger groups first."""
+    """Return consecutive groups of at least `ranks` microbatches (or one group of all), larger groups first."""
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
     starts = [i * size + min(i, larger) for i in range(count + 1)]
