@@ -253,7 +253,7 @@ def _rope(config: Mapping[str, Any], family: ConfigFamily, differences: list[str
 
 
 def _window(config: Mapping[str, Any]) -> list[str]:
-    """Return the difference if a sliding window is shorter than the context."""
+    """Return the sliding window as a difference if it is shorter than the context (empty: it is not)."""
     window, length = config.get("sliding_window"), config.get("max_position_embeddings")
     used = config.get("use_sliding_window", True)
     if not used or window is None or (isinstance(window, int) and isinstance(length, int) and window >= length):

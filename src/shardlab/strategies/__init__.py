@@ -80,10 +80,10 @@ def pipeline_preset(schedule: str) -> Preset:
 
 
 def messages_of(schedule: Schedule) -> str:
-    """Return the formula of the activations and gradients sent by the rank that sends most.
+    """Return the formula of the elements of activations and gradients that are sent by the rank that sends most.
 
-    A loop of stages passes activations from the last rank to the first. In a V, the two stages at the turn are on one
-    rank.
+    If the stages form a loop, the last rank also sends activations to the first. If they form a V, the two stages at
+    the turn are on one rank and exchange no messages.
     """
     if schedule.stages_per_rank is None:
         return "2 * v * m * A"
@@ -118,7 +118,7 @@ def pipeline_fsdp(ranks: int) -> Plan:
     sends="((2 * v - 1) / v + k) * (s - 1) / s * W / p + (2 * v - 1) * k * A",
 )
 def breadth_first_fsdp(ranks: int) -> Plan:
-    """Run a breadth-first pipeline of fully sharded stages. A stage gathers its weights once for all microbatches."""
+    """Run a breadth-first pipeline of fully sharded stages. In each direction, a stage gathers its weights once."""
     return _fully_sharded(_square(ranks), "breadth-first")
 
 

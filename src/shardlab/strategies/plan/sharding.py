@@ -178,7 +178,11 @@ class GradientReducer(Generic[V]):
             await self.finish(layer)
 
     async def finish(self, layer: int) -> None:
-        """Reduce the sum of all microbatches over the axes that are reduced once a step."""
+        """Reduce the gradient of a layer's weight, summed over microbatches, over the axes of `reduce_once`.
+
+        The reduction starts when the gradients of all layers that use the weight are complete, or after all backward
+        passes if `reduce_at` is "step".
+        """
         if layer in self._plan.weightless:
             return
         layer = self._plan.weight_of(layer)
@@ -293,7 +297,7 @@ class GradientReducer(Generic[V]):
 
 
 def weight_uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[WeightUse]:
-    """Return the uses of weights in some steps of a rank, in order, each with whether the weight is kept after it."""
+    """Return the uses of weights in some steps of a rank, in order. `reshard_after` decides which weights are kept."""
     model, reshard_after = rank_plan.model, rank_plan.plan.reshard_after
     visits: list[tuple[int, int, int, bool]] = []  # owner, run, number of the row of steps on one stage, forward
     row, run, last_stage, last_block = -1, -1, None, None

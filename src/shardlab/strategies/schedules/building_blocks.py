@@ -40,7 +40,7 @@ down and up, then the input halves of their backward passes, up and down."""
 
 
 def v_half(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """V-Half: every rank holds at most (ranks + 2) // 2 microbatches, and has at most half the bubble of 1F1B.
+    """V-Half: every rank holds at most (ranks + 2) // 2 microbatches. The bubble is at most half of that of 1F1B.
 
     The limit of the bubble holds if there are at least as many microbatches as ranks, and if the forward pass and both
     halves of the backward pass take the same time. The table in docs/schedules.md has the exact bubble.
@@ -52,7 +52,7 @@ def v_half(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> It
 
 
 def v_min(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """V-Min: every rank holds at most (ranks + 4) // 3 microbatches, and at most two thirds of the bubble of 1F1B.
+    """V-Min: every rank holds at most (ranks + 4) // 3 microbatches. The bubble is at most 2/3 of that of 1F1B.
 
     The limit of the bubble holds under the same conditions as that of V-Half. If the three passes take different times,
     the bubble may grow with the number of microbatches.
