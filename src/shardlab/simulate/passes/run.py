@@ -280,12 +280,12 @@ PASSES = {
         TapePass("offload", "keeps what is needed later in the host's memory or on the disk", offload, ()),
         TapePass("prefetch", "gathers weights ahead of their use", prefetch, moves=gathers_ahead),
         TapePass("receive-early", "posts receives before they are needed", early_receives, moves=receives_ahead),
-        TapePass("bucket", "makes one collective of small ones", bucket, (1, 2, 4, 8, 16, 32)),
+        TapePass("bucket", "merges small collectives into buckets", bucket, (1, 2, 4, 8, 16, 32)),
         TapePass("defer", "awaits reductions of gradients late", defer),
         TapePass("update-early", "updates a layer as soon as its gradient is final", early_updates, (1,)),
-        TapePass("fuse-steps", "makes the next step's first gathers in this step's tail", fuse_steps),
+        TapePass("fuse-steps", "runs the next step's first gathers at the end of this step", fuse_steps),
         TapePass("copy-early", "overlaps copies to the host or the disk, and back", early_copies),
-        TapePass("arena", "puts buffers in one memory, taken once", arena, (1,)),
+        TapePass("arena", "puts buffers into one allocation, made once", arena, (1,)),
     )
 }
 """All passes by name, in the order in which they run, which is that of `shardlab.language.pass_names`."""
