@@ -55,7 +55,7 @@ class Projection(GroupedHeads):
         hidden_size: features C of a token.
         rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; None: no rotary
             embedding).
-        rope_scaling: scaling of its slower frequencies (None: no scaling).
+        rope_scaling: scaling of the slower frequencies of the rotary embedding (None: no scaling).
     """
 
     einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"

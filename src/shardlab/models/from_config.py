@@ -118,7 +118,7 @@ class ConfigReading(NamedTuple):
     """Model of a config.json.
 
     Attributes:
-        family: its family.
+        family: family of the model.
         model: the model.
         differences: differences between the model's arithmetic and that of transformers.
         unread: names of fields that Shardlab does not know.

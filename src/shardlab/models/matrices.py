@@ -34,7 +34,7 @@ class WholeMatrix(NamedTuple):
     Attributes:
         name: name of the parameter.
         shape: shape of the whole matrix.
-        dim: dim along which its pieces are concatenated.
+        dim: dim along which the pieces in the layer's slices are concatenated.
         starts: first element of each piece in the buffer. Pieces are contiguous and equally large.
     """
 

@@ -340,7 +340,7 @@ class Linear(Primitive):
     """Linear map of `x`, from `inputs` features of each token to `outputs` features.
 
     Attributes:
-        name: prefix of its parameters' names, before "weight" and "bias".
+        name: prefix of the parameters' names, before "weight" and "bias".
         read, made: names of the input and the output tensor, `x` by default.
         out_index, in_index: index names of the output and the input features.
         sections: lengths of the sections of the outputs, each of which is cut separately (empty: one section).
@@ -412,7 +412,7 @@ class Activate(Primitive):
     A gated function has two input features for each hidden one: first all gates, then all values that they multiply.
 
     Attributes:
-        tensor, index: name of its input and output tensor, and index name of its features.
+        tensor, index: name of the tensor that is read and of the result, and name of the index of their features.
     """
 
     einsum: ClassVar[str] = "{tensor}({index}) -> {tensor}({index})"

@@ -45,10 +45,10 @@ class Operands:
     """Operands of a primitive.
 
     Attributes:
-        parameters: its parameters by name; those of one slice if the layer is sliced.
-        tensors: its input tensors by name, rows first.
+        parameters: the primitive's parameters by name; those of one slice if the layer is sliced.
+        tensors: the input tensors by name, rows first.
         share: the slice of the layer, or the tokens, to which the operands belong.
-        factor: its factor that is not a parameter, such as a dropout mask (see `dropout.make_factor`).
+        factor: the primitive's factor that is not a parameter, such as a dropout mask (see `dropout.make_factor`).
         cache: keys and values of the text's earlier tokens (None: the operands have all tokens).
     """
 

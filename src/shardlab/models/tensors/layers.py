@@ -135,7 +135,7 @@ class TensorLayer:
 
     @property
     def _dropped(self) -> list[set[str]]:
-        """For each step, names of the tensors that it is the last to read."""
+        """For each step, names of the tensors that are read by this step for the last time."""
         needed, dropped = set(self.layer.outputs), list[set[str]]()
         for primitive in reversed(self.layer.primitives):
             reads, makes = set(primitive.reads), set(primitive.makes)

@@ -71,8 +71,8 @@ class AutogradGraph:
 
     Args:
         function: the function.
-        weights: its parameters.
-        inputs: its other inputs.
+        weights: parameters of the function.
+        inputs: other inputs of the function.
     """
 
     def __init__(self, function: Function, weights: Weights, inputs: Sequence[Tensor]) -> None:

@@ -78,7 +78,7 @@ class PreparedLayer:
     """Both passes of one layer of a model. It stores no tensors.
 
     Args:
-        prepared: the passes of its primitives, in order.
+        prepared: the passes of the layer's primitives, in order.
         last: for each tensor, the number of the last primitive that reads or writes it.
         inputs: values that the layer reads.
         outputs: values that the layer passes to other layers.
@@ -200,8 +200,8 @@ def prepare_layer(run: Run, device: str, *, attended: bool = False) -> PreparedL
 
     Args:
         run: the layer's primitives.
-        device: type of the device that computes it, such as "cpu".
-        attended: whether its input comes from attention as a separate op.
+        device: type of the device that computes the layer, such as "cpu".
+        attended: whether the layer's input comes from attention as a separate op.
     """
     places = TensorPlaces({name: place for place, name in enumerate(run.names)}, device)
     input_names = [run.inputs[:1], *run.carried_inputs.values()]
