@@ -407,7 +407,7 @@ def _op_rows(comparison: Comparison) -> Iterator[Row]:
             shares = [_either(row, side) > NEGLIGIBLE * all_ for side, all_ in zip(_SIDES, whole, strict=True)]
             if any(shares) or row.seen < row.ops:
                 count = str(row.ops) if row.seen == row.ops else f"{row.seen} of {row.ops}"
-                yield (str(rank), row.kind.value.replace("_", "-"), count), row.seconds, 1e3, "ms"
+                yield (str(rank), row.kind.row.hyphenated, count), row.seconds, 1e3, "ms"
 
 
 def _either(row: KindRow, side: str) -> float:

@@ -151,7 +151,7 @@ def _complete(event: Event, span: TraceSpan, layer: int) -> dict[str, Any]:
 
     Perfetto chooses a colour by the name without its numbers. Chrome takes the colour in `cname`.
     """
-    name = event.kind.value.replace("_", "-")
+    name = event.kind.row.hyphenated
     args: dict[str, Any] = {"op": event.op, "layer": event.layer}
     if event.microbatches:
         args["microbatches"] = listed(bits(event.microbatches))

@@ -106,7 +106,12 @@ class OpRow:
     @property
     def legend(self) -> str:
         """Name in a picture's legend."""
-        return self.word or self.name.replace("_", "-")
+        return self.word or self.hyphenated
+
+    @property
+    def hyphenated(self) -> str:
+        """Name in sentences and tables, such as "all-gather"."""
+        return self.name.replace("_", "-")
 
 
 _COLLECTIVE, _MESSAGE, _COPY, _NONE = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY, Stream.NONE

@@ -179,7 +179,7 @@ class ProfiledExecutor:
         """Return the name of an op as in trace.json, such as `forward 0 (layer 3)`."""
         output = self._state.specs[op.outputs[0]] if op.outputs else None
         microbatches = f" {listed(bits(output.microbatches))}" if output is not None and output.microbatches else ""
-        return op.kind.value.replace("_", "-") + microbatches + (f" (layer {op.layer})" if op.layer >= 0 else "")
+        return op.kind.row.hyphenated + microbatches + (f" (layer {op.layer})" if op.layer >= 0 else "")
 
 
 KEPT_RESULTS = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 0, OpKind.UPDATE: 1}

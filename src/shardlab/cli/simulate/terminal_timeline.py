@@ -128,7 +128,7 @@ def print_timeline(console: Console, timeline: Timeline, columns: Sequence[tuple
         notes.append(f"Of {counted(len(ranks), 'row')} one in {every} is shown.")
     if is_whole and hidden:
         notes.append(
-            f"Too short for a sign: {', '.join(f'{_name(kind)} ({n:,})' for kind, n in hidden.most_common())}."
+            f"Too short for a sign: {', '.join(f'{kind.row.hyphenated} ({n:,})' for kind, n in hidden.most_common())}."
         )
     if notes:
         console.print(" ".join(notes), style="dim")
@@ -380,7 +380,7 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
     for kind, (sign, color) in SIGNS.items():
         shares = [total.get(kind, 0.0) for total in totals]
         if shown & {sign, sign.lower()} or max(shares, default=0) >= NAMED_SHARE:
-            meanings.append(_legend_entry(sign, color, _name(kind), shares))
+            meanings.append(_legend_entry(sign, color, kind.row.hyphenated, shares))
     hidden = [rank.hidden for rank in ranks]
     if shown & {sign.lower() for sign, _ in SIGNS.values() if sign.isupper()} or max(hidden, default=0) >= NAMED_SHARE:
         meanings.append(_legend_entry("small letter:", "dim", "communicates as well", hidden))
@@ -398,10 +398,6 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
         else:
             lines.append(meaning)
     return Text("\n").join(lines)
-
-
-def _name(kind: OpKind) -> str:
-    return kind.value.replace("_", "-")
 
 
 def _is_readable(ranks: Sequence[Activity], segments: Sequence[Segment], width: int) -> bool:

@@ -55,7 +55,7 @@ class Peak:
         where = f" of {part or f'layer {self.layer}'}" if self.layer >= 0 else ""
         plural = "es" * (self.microbatches.bit_count() > 1)
         about = f", microbatch{plural} {listed(bits(self.microbatches))}" if self.microbatches else ""
-        return f"{self.op.value.replace('_', '-')}{where}{about}"
+        return f"{self.op.row.hyphenated}{where}{about}"
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def path_parts(traced: Traced, links: list[PathLink], place: Callable[[int], str
 
 def _part(traced: Traced, link: PathLink, place: Callable[[int], str] | None) -> str:
     op = traced.program.tapes[link.row][link.op]
-    name = op.kind.value.replace("_", "-")
+    name = op.kind.row.hyphenated
     if op.group is not None or op.peer >= 0:
         text = awaited_text(awaited_by(traced.program, link.row, op))
         return f"compute slowed by {text}" if link.held_up else text

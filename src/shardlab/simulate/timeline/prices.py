@@ -233,7 +233,7 @@ def awaited_by(program: Program, row: int, op: Op) -> Awaited:
 def awaited_text(awaited: Awaited) -> str:
     """Return a kind of communication as text, such as `all-gather on tp` or `message on pp`."""
     kind, axis = awaited
-    return f"{kind.value.replace('_', '-') if kind in COLLECTIVES else 'message'} on {axis}"
+    return f"{kind.row.hyphenated if kind in COLLECTIVES else 'message'} on {axis}"
 
 
 def stands_for(program: Program, row: int) -> range:
