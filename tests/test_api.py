@@ -1,4 +1,4 @@
-"""The functions of `import shardlab`: their examples, their results in a notebook, and their errors."""
+"""The functions of `import shardlab`: their examples (and those of all modules), results in a notebook, and errors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,28 @@ import shardlab
 import shardlab.models
 from examples.my_strategy import my_ddp
 from shardlab import Refused, UserError, api
-from shardlab.language import Mesh, Rank
+from shardlab.language import Holds, Kind, Mesh, Rank, Spec
+from shardlab.language.rules.spec import Space, form_of
 from shardlab.learn.puzzles import grade
+from shardlab.strategies.ddp import ddp
 from shardlab.strategies.fsdp import fsdp
 
 FUNCTIONS = ("trace", "check", "simulate", "predict", "plan", "verify", "train", "draw")
 
 MOST = 2000
 """Most characters of a result's repr."""
+
+NAMES: dict[str, Any] = {
+    "shardlab": shardlab,
+    "fsdp": fsdp,
+    "my_solution": ddp,
+    "Holds": Holds,
+    "Kind": Kind,
+    "Space": Space,
+    "Spec": Spec,
+    "form_of": form_of,
+}
+"""What the reader of a module's examples has imported or written."""
 
 COLOURED = ("FORCE_COLOR", "CLICOLOR_FORCE")
 """Variables that ipykernel sets, so that programs write colours although their output is no terminal."""
@@ -64,6 +78,21 @@ def test_the_example_of_a_function_is_true(name: str, tmp_path: Path, monkeypatc
     assert examples
     assert examples[0].examples
     assert doctest.DocTestRunner(verbose=False).run(examples[0]).failed == 0
+
+
+def _modules_with_examples() -> list[str]:
+    source = Path(shardlab.__file__).parent
+    paths = [path for path in sorted(source.rglob("*.py")) if ">>> " in path.read_text() and path.name != "api.py"]
+    names = [".".join((source.name, *path.relative_to(source).with_suffix("").parts)) for path in paths]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+@pytest.mark.parametrize("name", _modules_with_examples())
+def test_the_examples_of_a_module_are_true(name: str) -> None:
+    found = doctest.DocTestFinder().find(import_module(name), extraglobs=NAMES)
+    results = [doctest.DocTestRunner(verbose=False).run(each) for each in found if each.examples]
+    assert results
+    assert sum(each.failed for each in results) == 0
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -70,7 +70,7 @@ def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: st
     """Draw any values of one network by their specs, as an SVG document.
 
     >>> half = Spec(form_of(Kind.WEIGHT, 1, 0, Space(4), Holds(0b01, 2)))
-    >>> network_svg([half], layers=3, microbatches=4, title="half of layer 1")
+    >>> page = network_svg([half], layers=3, microbatches=4, title="half of layer 1")
     """
     specs = list(specs)
     with style():

@@ -50,6 +50,10 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     """Run `solution` on every rank of a puzzle, check its result, and compare time and memory with the goals.
 
     >>> print(grade("ddp", my_solution))
+    Puzzle 2: Distributed data parallel (4 ranks, 2 layers, 4 microbatches)
+      steps              4.5   goal        5.1
+      peak memory  1,835,008   goal  1,835,008
+    Solved.
 
     Memory includes the values in the stores, and the values of variables until their last use.
 
