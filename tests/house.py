@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 365,
     "check": 2275,
-    "cli": 8260,
+    "cli": 8275,
     "common": 995,
     "draw": 1740,
     "execute": 3740,

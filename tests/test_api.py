@@ -23,6 +23,8 @@ from shardlab import Refused, UserError, api
 from shardlab.language import Holds, Kind, Mesh, Rank, Spec
 from shardlab.language.rules.spec import Space, form_of
 from shardlab.learn.puzzles import grade
+from shardlab.models import find_model
+from shardlab.simulate.hardware import find_cluster
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.fsdp import fsdp
 
@@ -172,6 +174,16 @@ def test_a_plan_is_predicted_to_take_the_time_of_its_search() -> None:
     assert step.fits
 
 
+@pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b"])
+def test_a_step_is_the_same_by_names_and_by_objects(model: str) -> None:
+    named, found = (
+        shardlab.predict(name, cluster, ZERO_1, recipe="nanotron", memory="20GiB")
+        for name, cluster in ((model, "a100x8"), (find_model(model), find_cluster("a100x8")))
+    )
+    assert found.forecast == named.forecast
+    assert found.forecast.memory.capacity == 20 * 2**30
+
+
 def test_a_step_that_does_not_fit_is_predicted() -> None:
     plan = shardlab.Plan(Mesh(dp_shard=8))
     step = shardlab.predict("llama3-8b", "a100x8", plan, tokens_per_step="64K")
@@ -267,6 +279,10 @@ def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:
         (lambda: shardlab.simulate("fsdp", "forwrd=1"), "there is no cost 'forwrd'"),
         (lambda: shardlab.predict("gpt2-xll", "a100x8", ZERO_1), "did you mean gpt2-xl"),
         (lambda: shardlab.predict("gpt2", "a100x8", "fsdp"), "fsdp is a program without a plan"),
+        (
+            lambda: shardlab.predict("gpt2", "a100x8", ZERO_1, precision="bf16,fp16"),
+            "precision bf16,fp16 names 2 precisions, .*; give one",
+        ),
         (lambda: shardlab.predict("gpt2", "a100x4", ZERO_1), "8 (ranks|devices)"),
         (lambda: shardlab.predict("gpt2", "a100x8", ZERO_1, global_batch=12), "give global_batch=8 or 16"),
         (lambda: shardlab.plan("gpt2", "a100x8", max_tpp=4), r"there is no option max_tpp=4; did you mean max_tp"),

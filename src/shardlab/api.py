@@ -226,8 +226,7 @@ def predict(
         recipe: how a framework runs the step, such as torchtitan (default: Shardlab's own).
         switches: options of the recipe's framework by name, such as {"attention": "flash2"}.
         optimizer: optimizer whose state is counted.
-        memory: memory that the step may use on each device, such as "72GiB" (default: all of it). It applies if
-            `cluster` is a name or a file.
+        memory: memory that the step may use on each device, such as "72GiB" (default: all of it).
 
     Raises:
         UserError: for an unknown name, or sizes that do not fit. A step that does not fit into memory is not an error.
@@ -265,8 +264,7 @@ def predict(
         raise UserError(f"{plan} is a program without a plan; give a plan, such as zero-3, or simulate the program")
     layout = entry.plan(devices.size)
     devices.require(layout.mesh.world)
-    numbers, *_ = request.precisions
-    batch = request.cut_batch(layout.data_ranks)
+    numbers, batch = request.step_precision, request.cut_batch(layout.data_ranks)
     workload = Workload(
         layout, request.found_model, devices, *batch, numbers, recipe=request.found_recipe, optimizer=optimizer
     )

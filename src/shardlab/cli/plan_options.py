@@ -200,7 +200,7 @@ def checked(
         return FileCheck(entry.program, str(path)).check(mesh, layers, microbatches)
 
 
-def cluster_called(name: str, *, other_machine: bool, memory: str | None = None) -> Cluster:
+def cluster_called(name: str, *, other_machine: bool) -> Cluster:
     """Return the cluster with a name such as `h100x16`, that of a file, or this machine by its profile (`local`).
 
     Only a profile needs torch, in order to identify this machine.
@@ -208,12 +208,31 @@ def cluster_called(name: str, *, other_machine: bool, memory: str | None = None)
     Args:
         name: argument of `find_cluster`.
         other_machine: whether a profile of another machine is accepted.
-        memory: memory of each device that may be used, as the user writes it (None: all of it).
 
     Raises:
-        UserError: for an unknown name, --other-machine without a profile, or more memory than a device has.
+        UserError: for an unknown name, or --other-machine without a profile.
     """
-    cluster = _find_cluster(name, other_machine=other_machine)
+    from shardlab.simulate.hardware import find_cluster
+    from shardlab.simulate.hardware.cluster import is_measured
+
+    if not is_measured(name):
+        if other_machine:
+            raise UserError(
+                f"--other-machine is for profiles, and {name} is not a profile; give --cluster local or "
+                "FILE.json, or leave it out"
+            )
+        return find_cluster(name)
+    from shardlab.measure.profile import this_machine
+
+    return find_cluster(name, here=this_machine(), other_machine=other_machine)
+
+
+def limit_memory(cluster: Cluster, memory: str | None) -> Cluster:
+    """Return a cluster with as much memory on each device as the user gives (None: all that the device has).
+
+    Raises:
+        UserError: if `memory` is no number of bytes, or more than a device has.
+    """
     if memory is None:
         return cluster
     limit, device = parse_bytes(memory, "--memory"), cluster.device
@@ -340,19 +359,3 @@ def _base_plan(name: str | None, path: Path | None, ranks: int | None) -> Plan:
             f"{name} is a program, which flags cannot change; leave out the name, or start from one of {plans}"
         )
     return entry.plan(ranks or entry.ranks)
-
-
-def _find_cluster(name: str, *, other_machine: bool) -> Cluster:
-    from shardlab.simulate.hardware import find_cluster
-    from shardlab.simulate.hardware.cluster import is_measured
-
-    if not is_measured(name):
-        if other_machine:
-            raise UserError(
-                f"--other-machine is for profiles, and {name} is not a profile; give --cluster local or "
-                "FILE.json, or leave it out"
-            )
-        return find_cluster(name)
-    from shardlab.measure.profile import this_machine
-
-    return find_cluster(name, here=this_machine(), other_machine=other_machine)

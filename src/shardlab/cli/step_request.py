@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.cli.model_options import noted_model
 from shardlab.cli.options import sequences_of_step
-from shardlab.cli.plan_options import NO_FLAGS, PlanOptions, cluster_called, job_source, recipe_called, switches_of
+from shardlab.cli.plan_options import (
+    NO_FLAGS,
+    PlanOptions,
+    cluster_called,
+    job_source,
+    limit_memory,
+    recipe_called,
+    switches_of,
+)
+from shardlab.common.errors import UserError
 from shardlab.language.precision import BF16, FP32, Optimizer, Precision
 from shardlab.strategies.load import load
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
@@ -124,9 +133,10 @@ class StepRequest:
             UserError: if there is no such cluster, or its devices have less memory than `memory`.
         """
         assert self.cluster is not None
-        if not isinstance(self.cluster, str):
-            return self.cluster
-        return cluster_called(self.cluster, other_machine=self.other_machine, memory=self.memory)
+        cluster = self.cluster
+        if isinstance(cluster, str):
+            cluster = cluster_called(cluster, other_machine=self.other_machine)
+        return limit_memory(cluster, self.memory)
 
     @cached_property
     def found_model(self) -> Blocks:
@@ -138,9 +148,9 @@ class StepRequest:
         from shardlab.models.named import with_written
 
         assert self.model is not None
-        if not isinstance(self.model, str):
-            return self.model
-        model = with_written(noted_model(self.model), self.model_fields, self.model)
+        model = self.model
+        if isinstance(model, str):
+            model = with_written(noted_model(model), self.model_fields, model)
         return self.found_recipe.model_as_run(model)
 
     @cached_property
@@ -154,7 +164,7 @@ class StepRequest:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Precisions to choose from. `simulate` accepts a single one.
+        """Precisions to choose from.
 
         Raises:
             UserError: if there is no such precision, or the devices do not compute in it.
@@ -166,6 +176,19 @@ class StepRequest:
         for precision in precisions:
             device.peak(precision.compute)
         return precisions
+
+    @property
+    def step_precision(self) -> Precision:
+        """The precision of a step whose plan is given.
+
+        Raises:
+            UserError: as for `precisions`, or if there are several.
+        """
+        first, *others = self.precisions
+        if others:
+            names = f"precision {self.precision} names {len(others) + 1} precisions"
+            raise UserError(f"{names}, among which only a search of plans (`shardlab plan`) chooses; give one")
+        return first
 
     @property
     def sequences(self) -> int:

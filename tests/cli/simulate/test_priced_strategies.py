@@ -124,6 +124,7 @@ MISTAKES = [
     (("fsdp", "--model", "gpt2-xxl", "--cluster", "h100x8"), "there is no model 'gpt2-xxl'; did you mean gpt2"),
     (("fsdp", "--model", "gpt2", "--cluster", "h10x8"), "there is no device 'h10'; did you mean h100"),
     (("fsdp", *GPT2, "--precision", "bf61"), "there is no precision 'bf61'; did you mean bf16?"),
+    (("zero-1", *GPT2, "--precision", "bf16,fp16"), "precision bf16,fp16 names 2 precisions"),
     (("fsdp", *GPT2, "--ranks", "16"), "16 ranks do not fit on 8 devices"),
     (("--pp", "4", "--dp-shard", "4", *GPT2), "16 ranks do not fit on 8 devices"),
     (("fsdp", "--model", "gpt2", "--cluster", "v100x8", "--precision", "bf16"), "v100 does not compute in bfloat16"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shardlab.cli.options import Flag, Name
-from shardlab.cli.plan_options import DeviceMemory, cluster_called
+from shardlab.cli.plan_options import DeviceMemory, cluster_called, limit_memory
 from shardlab.language import UserError
 
 if TYPE_CHECKING:
@@ -102,10 +102,10 @@ class Explain:
             raise UserError(f"{config.file} does not say {what}; give {example}")
         name = self.cluster.strip().lower()
         if name not in DEVICES and name not in ALIASES:
-            return cluster_called(self.cluster, other_machine=False, memory=self.memory)
+            return limit_memory(cluster_called(self.cluster, other_machine=False), self.memory)
         if devices is None:
             raise UserError(f"{config.file} does not say the number of its devices; give --cluster {name}x64")
-        cluster = cluster_called(f"{name}x{devices}", other_machine=False, memory=self.memory)
+        cluster = limit_memory(cluster_called(f"{name}x{devices}", other_machine=False), self.memory)
         per_node = config.fact("per_node")
         if per_node is not None and per_node < cluster.per_node and devices % per_node == 0:
             nics = max(1, cluster.nics * per_node // cluster.per_node)

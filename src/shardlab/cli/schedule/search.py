@@ -176,7 +176,7 @@ class ScheduleSearch:
         plan = entry.plan(ranks) if entry.plan is not None else None
         if not isinstance(plan, Plan) or plan.mesh.pp < 2:
             raise UserError("a schedule is for a pipeline; give --pp 2 or more")
-        (precision,) = request.precisions
+        precision = request.step_precision
         microbatches, size = request.cut_batch(plan.data_ranks)
         return Workload(
             plan,

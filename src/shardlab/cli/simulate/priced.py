@@ -112,7 +112,7 @@ def price(request: StepRequest) -> PricedStep:
     cluster, model = request.found_cluster, request.found_model
     model_name, cluster_name = str(request.model), str(request.cluster)
     entry, ranks = request.entry()
-    (precision,) = request.precisions
+    precision = request.step_precision
     mesh, notes, whole = entry.grid(ranks), list[str](), model
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
