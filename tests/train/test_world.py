@@ -90,6 +90,23 @@ def test_the_table_has_cpus_where_ranks_of_a_host_have_their_own() -> None:
     assert "cpus" not in printed([RankPlace(0, "a", "cpu", {}, "0-7"), RankPlace(1, "a", "cpu", {}, "0-7")])
 
 
+@pytest.mark.parametrize(
+    ("load", "threads", "variable", "noted"),
+    [(1.4, 2, "", True), (7.0, 2, "", True), (0.9, 2, "", False), (1.4, 1, "", False), (1.4, 2, "2", False)],
+)
+def test_several_threads_beside_other_programs_get_a_note(
+    monkeypatch: pytest.MonkeyPatch, load: float, threads: int, variable: str, noted: bool
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(world.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(world.os, "cpu_count", lambda: 2)
+    text = printed([RankPlace(0, "a", "cpu", {}, threads=threads)], "gloo")
+    note = (
+        f"about {min(load, 2.0)} of 2 CPUs are busy with other work, so each op waits for the slowest of its 2 threads"
+    )
+    assert (note in text and "OMP_NUM_THREADS=1 may be faster" in text) is noted
+
+
 def test_ranks_that_leave_a_gpu_idle_get_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [RankPlace(rank, "a", "cpu", {}) for rank in range(4)]
     monkeypatch.setattr("shardlab.train.world.gpu_count", lambda: 1)

@@ -31,7 +31,7 @@ from shardlab.execute.requirements import gpu_count
 from shardlab.execute.transport.collectives import gather_objects
 from shardlab.language import Mesh
 from shardlab.train.history import writing
-from shardlab.train.launch.environment import as_ranges, launcher_of, usable_cpus
+from shardlab.train.launch.environment import as_ranges, asked_threads, launcher_of, usable_cpus
 
 VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
 """Packages whose versions run.json records."""
@@ -109,10 +109,27 @@ class RunningWorld:
         each = f", {counted(self.places[0].threads, 'thread')} each" if self.backend == "gloo" else ""
         line, whole = f"{self.backend}, started by {self.launcher}{each}; {versions}", not console.is_terminal
         console.print(line, highlight=False, soft_wrap=whole)
+        if self.backend == "gloo" and (threads := self.places[0].threads) > 1 and (busy := busy_cpus()):
+            line = (
+                f"{busy} are busy with other work, so each op waits for the slowest of its {threads} threads; "
+                "OMP_NUM_THREADS=1 may be faster"
+            )
+            console.print(line, highlight=False, soft_wrap=whole)
         if self.backend == "gloo" and (gpus := gpu_count()):
             ranks, them = counted(len(self.places), "rank"), "GPU" if gpus == 1 else "GPUs"
             line = f"{ranks} on {counted(gpus, 'GPU')}: all compute on the CPU; --ranks {gpus} takes the {them}"
             console.print(line, highlight=False, soft_wrap=whole)
+
+
+def busy_cpus() -> str:
+    """Return how many CPUs other processes have kept busy in the last minute, as text; "" if less than half of all.
+
+    The text is also empty if the user has chosen the number of threads (`OMP_NUM_THREADS`).
+    """
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    if asked_threads(os.environ) is not None or load < cpus / 2:
+        return ""
+    return f"about {min(load, cpus):.1f} of {cpus} CPUs"
 
 
 def versions() -> dict[str, str | None]:
