@@ -196,7 +196,7 @@ def _of_the_machine(
         other = _forecast(replace(workload, cluster=replace(cluster, nics=1)))
         if other is not None:
             text = f"collectives use 1 of the {cluster.nics} network cards of a node"
-            todo = "run nccl-tests' all_gather_perf on two nodes, and compare with shardlab collectives"
+            todo = "run nccl-tests' all_gather_perf on two nodes, and compare its busbw with the bandwidth of one card"
             yield Hypothesis(text, other.seconds, memory, 0.7, todo)
     bare = replace(step.recipe, overlap=replace(step.recipe.overlap, share={}))
     if step.recipe.overlap.share and (other := _forecast(replace(workload, recipe=bare))) is not None:
