@@ -164,7 +164,7 @@ class Pictures:
 
         Args:
             name: title of the strategy.
-            counters: memory of each rank by category (None: memory is one number).
+            counters: memory of each rank by category, for the trace (None: the trace shows only the total).
         """
         if self.svg is not None:
             self._draw(timeline, self.svg, f"{name}: one optimizer step")

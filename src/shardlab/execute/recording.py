@@ -164,8 +164,8 @@ class ComputeClock:
     """Clock of the forward and backward ops of an executor's steps.
 
     Consecutive ops of one kind are timed together, by the host's clock or by a GPU's events, which are read after the
-    step. Steps that are replayed as a CUDA graph share the graph's events, so the last step counts for all steps since
-    the previous call of `read`.
+    step. Replays of a CUDA graph overwrite the same events, so `read` multiplies the time of the last replay by the
+    number of replays since its previous call.
     """
 
     def __init__(self, executor: Executor) -> None:

@@ -300,7 +300,7 @@ class Wait(NamedTuple):
 
 
 def deadlock_error(waits: Mapping[int, Wait]) -> Deadlock:
-    """Return the refusal of a program whose ranks wait for one another."""
+    """Return the error for a program that deadlocks. It names the ranks that wait, and for what."""
     remedy = (
         "let every op come on all of its ranks, and in one order: look for an `if`, a loop or an early return that "
         "differs between these ranks"

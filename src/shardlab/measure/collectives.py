@@ -40,11 +40,11 @@ class CollectiveBench:
 
     Attributes:
         kinds: names of collectives, from `fits.KINDS`.
-        sizes: bytes of the whole value, ascending.
+        sizes: message sizes in bytes, ascending, counted as in `CollectivePoint.bytes`.
         groups: sizes of the groups of ranks. Each divides the number of all ranks.
         seconds: approximate time to measure a point.
-        overlap: whether each kind except messages is also timed between and during computations, which takes most of
-            `seconds`.
+        overlap: whether each kind except `send_recv` is also timed after matrix products and during them, which takes
+            most of `seconds`.
     """
 
     kinds: tuple[str, ...]

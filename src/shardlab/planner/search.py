@@ -273,7 +273,7 @@ class Search:
         self._asked: deque[tuple[Future[Any], list[Candidate], bool]] = deque()
 
     def run(self) -> Results:
-        """Search until the end, until the budget is used up, or until it is interrupted."""
+        """Search until no line promises a better plan, the budget is used up, or Ctrl-C is pressed."""
         try:
             with gc_paused():  # lines and guesses are kept, so collections would only take time
                 self._add(seeds(self.problem))

@@ -308,7 +308,7 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def _guess_end(folder: Path, complete: bool) -> str:
-    """Return how a run must have ended if its record does not say it.
+    """Infer how a run ended, or that it still runs, if its record does not say it.
 
     Args:
         folder: folder of the run.

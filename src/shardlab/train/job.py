@@ -81,9 +81,10 @@ class Job:
         return entry
 
     def checked(self) -> Checked:
-        """Trace and check the strategy for this job, and rewrite the program by its passes, guided by teaching costs.
+        """Trace and check the strategy for this job, and rewrite the program by its passes.
 
-        The job caches the result, and pickles it too, so that the ranks do not trace again.
+        Passes are chosen by simulation with the teaching costs (relative times, no cluster). The result is cached in
+        the job and pickled with it, so that the ranks do not trace again.
 
         Raises:
             Refused: if the program is wrong.

@@ -496,7 +496,7 @@ def _non_finite_code(loss: Tensor, state: State) -> int:
 
 
 def _describe_non_finite(codes: Sequence[int], step: int, run: TrainingRun) -> str:
-    """Describe the lowest of the codes of `_non_finite_code`, and name all ranks that have it."""
+    """Describe the lowest nonzero code of `_non_finite_code`, and name all ranks that have it."""
     lowest = min(code for code in codes if code)
     ranks = [rank for rank, code in enumerate(codes) if code == lowest]
     layer = f"gradient of layer {lowest - 2}" if lowest - 2 < run.job.cut.layers else "gradient's norm"

@@ -132,7 +132,7 @@ def add_activity_columns(
 
     Args:
         number: number of the timeline.
-        starts: for each row, the index of its first op in the columns of ops; then the number of all ops.
+        starts: index of each row's first op in the columns of ops, and as last entry the total number of ops.
         counters: memory of each row over time.
 
     Returns:

@@ -229,7 +229,7 @@ class Extent(NamedTuple):
 
     Attributes:
         slices: the pieces of each index that is not whole.
-        term: the term of a sum that it is (None: it is complete).
+        term: which term of a sum the rank's part is (None: no sum is open; the part is complete).
     """
 
     slices: Mapping[str, int]

@@ -202,7 +202,7 @@ def stages_of(pair: StrategyPair, size: Size, ranks: int, rank: int) -> dict[int
 
 
 class Pipeline:
-    """Rank of one of PyTorch's pipelines.
+    """One rank's part of a pipeline of `torch.distributed.pipelining`.
 
     Attributes:
         modules: stages of the rank.

@@ -1,9 +1,9 @@
 """Results of a comparison in seconds and bytes, and the pairs that are compared.
 
-A pair has two sides, ours and PyTorch's. A lower bound of a step without communication, named `floor`, is timed as a
-third side. In each turn, every side runs one timed step. `Side` has the timed steps of one side, `Comparison` those of
-a pair, and `as_json` returns the whole table. `PAIRS` lists our strategies with PyTorch's counterpart, and `SIZES` the
-models.
+A pair has two sides, ours and PyTorch's. The plain step, which computes a rank's share of the work without
+communication, is timed as a third side. In each turn, every side runs one timed step. `Side` has the timed steps of one
+side, `Comparison` those of a pair, and `as_json` returns the whole table. `PAIRS` lists our strategies with PyTorch's
+counterpart, and `SIZES` the models.
 """
 
 from __future__ import annotations
@@ -72,7 +72,11 @@ class Side:
     peak: int
 
     def parts(self, plain: Side) -> Parts:
-        """Return the parts of the time of a step, given the plain steps."""
+        """Divide the median step into compute, overhead and waiting.
+
+        Args:
+            plain: timed plain steps (see `Comparison`).
+        """
         whole, had, compute = median(self.seconds), median(self.computing), median(plain.computing)
         return Parts(compute, had - compute, max(0.0, whole - had))
 

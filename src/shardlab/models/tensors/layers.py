@@ -83,7 +83,7 @@ class TensorLayer:
     def factors(
         self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share, dropout: Dropout | None
     ) -> Iterator[Tensor | None]:
-        """Yield each step's factor that is not a parameter, such as a dropout mask; None for a step without one."""
+        """Yield, for each primitive, its operand other than parameters and inputs (None), such as a dropout mask."""
         rows, length = inputs[-1].shape[:2]  # the first input may be experts' buffers
         factor_inputs = FactorInputs(rows, length, share, None, parameters[0] if parameters else inputs[0])
         for step, factor_function in zip(self.layer.steps, self._factors, strict=True):

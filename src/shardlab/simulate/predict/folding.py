@@ -373,7 +373,11 @@ class Rotation:
         return moved
 
     def _distances(self, axis: str, by: int, neighbours: int) -> Sequence[tuple[int, int]]:
-        """Return the distances by which cells of the batch move, each with its cells."""
+        """Return how a rotation by `by` ranks along an axis shifts the bits of the batch's cells.
+
+        Returns:
+            Pairs of a number of bits (negative: to the right) and the mask of the cells that shift by it.
+        """
         key = axis, by, neighbours
         known = self._distances_of.get(key)
         if known is None:

@@ -188,7 +188,7 @@ def context_kind(plan: Plan) -> str:
 
 
 def _data_ranks(plan: Plan) -> int:
-    """Return the number of ranks over which the plan shards values or distributes the batch."""
+    """Return the number of ranks along the data-parallel axes, and the axes that shard the optimizer state."""
     sizes = plan.mesh.sizes()
     return math.prod(sizes[axis] for axis in {*DATA_AXES, *plan.shard_optimizer})
 

@@ -57,9 +57,10 @@ def prepare(
     """Encode files, or documents of an iterable, into a new folder. If that fails, there is no folder.
 
     Args:
-        inputs: files (`Input`) and iterables (`Documents`), in this order.
+        inputs: files (`Input`) and iterables (`Documents`), encoded in the order given.
         out: the new folder.
-        tokenizer, train_bpe: a tokenizer, or its name; see `make_tokenizer`.
+        tokenizer: a tokenizer, or its name (see `make_tokenizer`).
+        train_bpe: vocabulary size of a BPE to train in place of a named tokenizer (None: none is trained).
         validation: share of the tokens that is held out, from the end.
         progress: called with the activity and the bytes of input that have been read.
         sources: names of the inputs in the manifest (None: names of the iterables, and file names without folders).

@@ -102,12 +102,12 @@ class SubmittedJob:
 
     @property
     def warned(self) -> str:
-        """Shell condition that the run has saved in this job after the warning that its time was nearly over."""
+        """Shell condition: in this job, the run was warned that its time was nearly over, and recorded its stop."""
         return self._says(WARNED)
 
     @property
     def interrupted(self) -> str:
-        """Shell condition that the run was asked to stop in this job, by whatever signal, and has saved."""
+        """Shell condition: in this job, the run was asked to stop, by whatever signal, and recorded its stop."""
         return self._says('"interrupted"')
 
     def _says(self, words: str) -> str:
