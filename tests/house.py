@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 365,
+    "": 380,
     "check": 2275,
     "cli": 8275,
     "common": 995,

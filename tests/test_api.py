@@ -318,6 +318,33 @@ def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:
             "path is 'out.png'; give a file that ends in .svg, such as out.svg",
         ),
         (lambda: shardlab.draw(shardlab.simulate("ddp"), ranks=4), "keeps its costs, ranks, layers and microbatches"),
+        (
+            lambda: shardlab.check(ZERO_1, ranks=Mesh(pp=8)),
+            "ranks is the mesh pp 8, and the plan's mesh is dp_shard 8;",
+        ),
+        (lambda: shardlab.check("zero-1", ranks=Mesh(tp=2)), "ranks is the mesh tp 2, and the plan's mesh is dp_shard"),
+        (lambda: shardlab.check("fsdp", microbatches=cast(Any, None)), "microbatches: None is not a number"),
+        (lambda: shardlab.check("fsdp", layers=cast(Any, Mesh(pp=2))), r"layers: Mesh\(.* is not a number"),
+        (lambda: shardlab.check("fsdp", ranks=True), "ranks: True is not a number; give 1 or more"),
+        (lambda: Mesh(tp=True), "axis tp has True ranks; give a whole number"),
+        *(
+            (
+                lambda name=name, value=value: cast(Any, shardlab.predict)("gpt2", "a100x8", ZERO_1, **{name: value}),
+                text,
+            )
+            for name, value, text in (
+                ("precision", ["bf16"], r"precision is \['bf16'\]; give a name such as bf16"),
+                ("precision", "", "precision is ''; give a name such as bf16"),
+                ("recipe", False, "recipe is False; give a name such as torchtitan, or a file"),
+                ("recipe", "", "recipe is ''; give a name such as torchtitan, or a file"),
+                ("switches", [], r"switches is \[\]; give options by name, such as {\"attention\": \"flash2\"}"),
+                ("memory", 2**30, "memory is 1073741824; give bytes with their unit"),
+                ("optimizer", "AdamW", "optimizer is 'AdamW'; give one of adamw, sgd, lion, muon"),
+                ("optimizer", None, "optimizer is None; give one of adamw"),
+                ("tokens_per_step", "", "tokens_per_step is ''; give"),
+                ("tokens_per_step", True, "tokens_per_step is True; give"),
+            )
+        ),
         (lambda: shardlab.Plan(cast(Any, 4)), r"mesh is 4; give a mesh, such as Mesh\(dp_shard=4\)"),
         (lambda: shardlab.Plan(passes=cast(Any, {"bucket": 4})), 'give names in quotes, such as "prefetch,bucket=4"'),
         (lambda: Mesh(pp=cast(Any, "4")), "axis pp has '4' ranks; give a whole number"),

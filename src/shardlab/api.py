@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from shardlab.common.calls import public, refuse_argument
 from shardlab.common.errors import unknown_name
+from shardlab.common.fields import check_field, choice
 from shardlab.common.text import bytes_text, seconds_text
 from shardlab.common.user_code import short_paths, trace_limits
 from shardlab.language import Mesh, Program, Sizes, Store, Strategy, UserError, Value
@@ -240,14 +241,20 @@ def predict(
     from shardlab.strategies.plan.plan import Plan
     from shardlab.train.config import BatchConfig
 
-    accepted: dict[str, tuple[object, type[Any], str]] = {
-        "model": (model, Blocks, "a name such as llama3-8b, a file, or a model such as models.Llama(layers=4)"),
-        "cluster": (cluster, Cluster, "a name such as h100x64, a file, or a cluster"),
-        "plan": (plan, Plan, "a plan such as shardlab.Plan(Mesh(dp_shard=8)), or the name of a built-in one"),
+    accepted: dict[str, tuple[object, Any, str]] = {
+        "model": (model, str | Blocks, "a name such as llama3-8b, a file, or a model such as models.Llama(layers=4)"),
+        "cluster": (cluster, str | Cluster, "a name such as h100x64, a file, or a cluster"),
+        "plan": (plan, str | Plan, "a plan such as shardlab.Plan(Mesh(dp_shard=8)), or the name of a built-in one"),
+        "tokens_per_step": (tokens_per_step, int | str | None, 'tokens, such as 500000 or "4M"'),
+        "precision": (precision, str | None, "a name such as bf16"),
+        "recipe": (recipe, str | None, "a name such as torchtitan, or a file"),
+        "switches": (switches, (Mapping, type(None)), 'options by name, such as {"attention": "flash2"}'),
+        "memory": (memory, str | None, 'bytes with their unit, such as "72GiB"'),
     }
     for name, (value, kind, instead) in accepted.items():
-        if not isinstance(value, str | kind):
+        if not isinstance(value, kind) or value == "" or isinstance(value, bool):
             refuse_argument(name, value, instead)
+    check_field("optimizer", optimizer, choice(Optimizer), "adamw")
     request = StepRequest(
         model,
         cluster,
@@ -505,10 +512,15 @@ def _inputs(
     from shardlab.strategies import STRATEGIES, Plan
     from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 
-    for name, number in {"ranks": ranks, "layers": layers, "microbatches": microbatches}.items():
-        if isinstance(number, int) and number < 1:
+    numbers: dict[str, tuple[object, Any]] = {
+        "ranks": (ranks, Mesh | None),
+        "layers": (layers, Sizes | None),
+        "microbatches": (microbatches, ()),
+    }
+    for name, (number, others) in numbers.items():
+        if type(number) is int and number < 1:
             raise UserError(f"{name}: {number} is too few; give 1 or more")
-        if not isinstance(number, int | Mesh | Sizes | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if type(number) is not int and not isinstance(number, others):
             raise UserError(f"{name}: {number!r:.100} is not a number; give 1 or more")
     count = ranks.world if isinstance(ranks, Mesh) else ranks
     if isinstance(strategy, str):
@@ -530,4 +542,8 @@ def _inputs(
         refuse_argument("strategy", strategy, "a name, a plan, or an async function of one rank")
     if isinstance(ranks, Mesh) and entry.plan is None:
         entry = replace(entry, mesh={count: ranks}.__getitem__)
+    elif isinstance(ranks, Mesh) and ranks != (mesh := entry.grid(count)):
+        raise UserError(
+            f"ranks is the mesh {ranks}, and the plan's mesh is {mesh}; leave ranks out, or give a plan with this mesh"
+        )
     return entry, count, entry.default_layers(count) if layers is None else layers

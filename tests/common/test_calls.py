@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from shardlab.common.calls import Interrupted, options_as_arguments, public, refuse_argument
 from shardlab.common.errors import UserError
@@ -80,3 +82,7 @@ def test_a_refused_class_is_named() -> None:
         refuse_argument("model", int, "a model")
     with pytest.raises(UserError, match="model is 3; give a model"):
         refuse_argument("model", cast(Any, 3), "a model")
+
+
+def test_a_scalar_of_numpy_or_torch_is_a_number() -> None:
+    assert measure("a", steps=cast(Any, np.int64(2))) == measure("a", steps=cast(Any, torch.tensor(2))) == "a 2 pass"

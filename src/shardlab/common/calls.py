@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 from shardlab.common.errors import AsSentence, UserError, unknown_name
 from shardlab.common.user_code import in_notebook_cell
@@ -27,8 +27,8 @@ class Interrupted(AsSentence, KeyboardInterrupt):
 def public(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of the Python API, so that a mistake or an interrupt ends in one sentence.
 
-    Wrong arguments raise a `UserError`. Messages name the options of commands as arguments. In a notebook, messages are
-    printed on stdout, since Jupyter shows stderr as an error.
+    Wrong arguments raise a `UserError`. Messages name the options of commands as arguments. Scalars of NumPy and torch
+    become numbers of Python. In a notebook, messages are printed on stdout, since Jupyter shows stderr as an error.
     """
     name, signature = function.__name__, inspect.signature(function)
 
@@ -36,8 +36,9 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     def call(*arguments: P.args, **settings: P.kwargs) -> R:
         try:
             require_arguments(name, signature, arguments, settings)
+            plain = {each: _plain(value) for each, value in settings.items()}
             with contextlib.redirect_stderr(sys.stdout) if in_notebook_cell() else contextlib.nullcontext():
-                return function(*arguments, **settings)
+                return cast(Any, function)(*map(_plain, arguments), **plain)
         except UserError as error:
             error.args = (options_as_arguments(str(error), name), *error.args[1:])
             raise
@@ -45,6 +46,11 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             raise Interrupted(f"{name} was interrupted" + f" ({interrupt})" * bool(str(interrupt))) from None
 
     return call
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of NumPy or torch as a number of Python, and any other value unchanged."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def require_arguments(

@@ -70,7 +70,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes().items():
-            if not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if type(size) is not int:
                 raise UserError(f"axis {axis} has {size!r:.100} ranks; give a whole number")
             if size < 1:
                 raise UserError(f"axis {axis} has {size} ranks; every axis of a mesh has at least 1")
