@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
     "": 380,
-    "check": 2275,
+    "check": 2280,
     "cli": 8275,
     "common": 995,
     "draw": 1740,

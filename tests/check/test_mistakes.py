@@ -252,7 +252,7 @@ PLACES = r"rank \d, op \d+ "
         (
             dropped_update,
             1,
-            refusal_by("not kept", rank=0, layer=1),
+            refusal_by("never updated", rank=0, layer=1),
         ),
         (
             dropped_forward,

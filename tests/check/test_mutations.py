@@ -174,7 +174,7 @@ def test_tapes_of_another_world_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "said"),
     [
-        ("dropped op", "single", refusal_by("not kept", layer=1)),
+        ("dropped op", "single", refusal_by("never updated", layer=1)),
         ("dropped op", "ddp", refusal_by("nothing to wait for")),
         ("dropped op", "gpipe", refusal_by("freed", layer=0)),
         ("duplicated op", "single", refusal_by("number in use", layer=0)),
@@ -197,7 +197,7 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("early update", "single", refusal_by("freed", layer=0)),
         ("stale weight", "single", refusal_by("freed", layer=1)),
         ("weight read after its update", "single", refusal_by("stale weight", layer=0)),
-        ("weight left stale", "fsdp", refusal_by("not kept", layer=0)),
+        ("weight left stale", "fsdp", refusal_by("never updated", layer=0)),
         ("second update", "ddp", refusal_by("wrong step", layer=1)),
         ("swapped senders values", "gpipe", refusal_by("freed", layer=1)),
         ("swapped sends", "gpipe", refusal_by("freed", layer=1)),

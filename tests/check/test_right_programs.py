@@ -164,9 +164,9 @@ async def trained_squares_not_in_the_norm(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (half_of_a_layer_frozen, refusal_by("not kept", layer=0)),
-        (frozen_on_one_rank_alone, refusal_by("not kept", layer=0)),
-        (all_frozen, refusal_by("not kept", layer=0)),
+        (half_of_a_layer_frozen, refusal_by("never updated", layer=0)),
+        (frozen_on_one_rank_alone, refusal_by("never updated", layer=0)),
+        (all_frozen, refusal_by("never updated", layer=0)),
         (
             frozen_and_not_kept,
             refusal_by("frozen and not kept", layer=0),

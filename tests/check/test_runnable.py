@@ -405,6 +405,10 @@ SENTENCES = {
         "rank 0, op 10 all_reduce(layer 0) on world: issues handle -1, which must be a new one; number handles from 0."
     ),
     "nothing to wait for": "rank 0, op 11 wait(handle 9): handle 9 is not in flight; wait for each communication once.",
+    "never updated": (
+        "rank 0, op 0 load_weight(layer 0): weights[0] is loaded here and never updated, so the step ends without "
+        "weights[0] (step 1); update every slice that is loaded, once."
+    ),
     "not kept": (
         "rank 0, op 0 load_weight(layer 0): the step ends without weights[0] (step 1), which was made and not kept;"
         " keep the slice in its store."

@@ -565,7 +565,7 @@ def test_a_wrong_option_exits_with_2(arguments: str, words: str, capsys: Capture
     ("function", "sentence"),
     [
         ("raises", "user.py:<divides>: rank 2, op 1: the program raised ZeroDivisionError: division by zero"),
-        ("forgets_the_update", "user.py:<loads>: rank 0, op 0 load_weight(layer 0): what is loaded here is"),
+        ("forgets_the_update", "user.py:<loads>: rank 0, op 0 load_weight(layer 0): weights[0] is loaded here"),
         ("reduces_twice", "user.py:<again>: rank "),
         ("reduces_twice", "microbatches 0-3 would be counted twice"),
         ("sends_too_much", "user.py:<surplus>: rank 0, op "),

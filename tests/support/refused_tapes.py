@@ -147,6 +147,7 @@ TAPES: Calls_imported = {
     "number in use": fields(OpKind.LOSS, outputs=(0,)),
     "number in use, of a handle": fields(OpKind.ALL_REDUCE, reducing, 2, handle=-1),
     "nothing to wait for": fields(OpKind.WAIT, reducing, 2, handle=9),
+    "never updated": tape(OpKind.UPDATE, lambda op: []),
     "not kept": tape(OpKind.UPDATE, lambda op: [op, Op(OpKind.FREE, -1, op.outputs[:1])]),
     "wrong offset, no room": fields(OpKind.FORWARD, offset=0),
     "wrong offset, no beginning": fields(OpKind.BACKWARD, offset=1),

@@ -171,11 +171,17 @@ def check_rank_ending(state: RankState) -> None:
             given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
             state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
         if final not in left:
-            given, remedy = f"the step ends without {final}, which was made and not kept", "keep the slice in its store"
-            if final not in state.specs.values():
-                given = f"what is loaded here is never updated: the step ends without {final}"
-                remedy = "update every slice that is loaded, once"
-            state.refuse("not kept", given, remedy, loaded)
+            lacking = f"the step ends without {final}"
+            if final in state.specs.values():
+                state.refuse(
+                    "not kept", f"{lacking}, which was made and not kept", "keep the slice in its store", loaded
+                )
+            of_layer = (spec for spec in state.specs.values() if (spec.kind, spec.layer) == (kind, layer))
+            if part := next((spec for spec in of_layer if spec.step == final.step), None):
+                remedy = "gather the slices of all ranks, or load this one only"
+                state.refuse("not kept", f"{lacking}, of which only {part} was made", remedy, loaded)
+            given = f"{state.specs[state.ops[loaded].outputs[0]]} is loaded here and never updated, so {lacking}"
+            state.refuse("never updated", given, "update every slice that is loaded, once", loaded)
     end = len(state.ops)
     for number, spec in state.live.items():
         if spec not in finals:
