@@ -160,6 +160,12 @@ WRONG_CALLS: list[tuple[Callable[[Any], object], str, str]] = [
         "dst is called to here: write rank.exchange(value, to=..., source=...), and it also takes expect",
     ),
     (
+        lambda rank: rank.reduce_scatter(rank.zero_gradient(0), op="mean"),
+        "got an unexpected keyword argument 'op'",
+        "it always sums, and gradients are shares of the step's mean already: write rank.reduce_scatter(value), and it "
+        "also takes axis, among",
+    ),
+    (
         lambda rank: rank.accumulate(0, rank.load_batch([0])),
         "takes 1 positional argument but 2 were given",
         "write rank.accumulate(gradient)",

@@ -269,6 +269,8 @@ def _accepted_arguments(error: str) -> str:
     others = f", and it also takes {', '.join(optional)}" if optional else ""
     near = TORCH_ARGUMENTS.get(found[2] or "")
     meant = f"{found[2]} is called {near} here: " if any(each.name == near for each in parameters) else ""
+    if found[1] == "reduce_scatter" and "reduction" in (found[2], near):
+        meant = "it always sums, and gradients are shares of the step's mean already: "
     return f"{meant}write rank.{found[1]}({', '.join(required)}){others}"
 
 
