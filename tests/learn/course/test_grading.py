@@ -97,6 +97,52 @@ def test_a_solution_awaits_every_handle_that_a_later_op_waits_for(entry: CourseE
     assert "does not await" not in result.advice
 
 
+GENERAL_MISTAKES: dict[str, tuple[str, str, str]] = {
+    "no await": (r"= await (?=\w)", "= ", "its value exists after an `await`"),
+    "a sum that is dropped": (
+        r"(\w+) = await rank\.(all_reduce|reduce_scatter)\(rank\.grad_weights\.pop\(l\)",
+        r"\1 = rank.grad_weights.pop(l); await rank.\2(\1",
+        "no collective changes its argument in place",
+    ),
+    "a mean": (
+        r"rank\.update\((\s*l, )(\w+|rank\.grad_weights\.pop\(l\)), ",
+        r"rank.update(\1rank.scale(\2, __import__('fractions').Fraction(1, 2)), ",
+        "What do shares add up to?",
+    ),
+    "a factor that is no fraction": (
+        r"rank\.update\((\s*l, )(\w+|rank\.grad_weights\.pop\(l\)), ",
+        r"rank.update(\1rank.scale(\2, 1 / rank.world), ",
+        "What do shares add up to?",
+    ),
+}
+"""Mistakes of which an exercise need not know: a pattern of its solution, the text in its place, and words of the
+advice."""
+
+GENERAL_CASES = [
+    pytest.param(entry, *mistake, id=f"{entry.name}-{name}")
+    for name, mistake in GENERAL_MISTAKES.items()
+    for entry in course()
+    if entry.exercise.kind == "rank" and entry.exercise.number <= 16 and re.search(mistake[0], entry.solution_text)
+]
+
+
+@pytest.mark.parametrize(("entry", "pattern", "wrong", "advice"), GENERAL_CASES)
+def test_a_mistake_that_any_exercise_allows_gets_advice_in_each(
+    entry: CourseEntry, pattern: str, wrong: str, advice: str, tmp_path: Path
+) -> None:
+    statement, program = entry.solution_text.split("async def ", 1)
+    result = grade_text(entry, f"{statement}async def {re.sub(pattern, wrong, program)}", tmp_path)
+    assert result.stage == "refused"
+    assert advice in result.advice, result.verdict
+
+
+def test_a_step_without_updates_is_told_so(tmp_path: Path) -> None:
+    text = re.sub(r"rank\.update\(", "(lambda l, gradient, *kept: kept)(", find("ddp").solution_text)
+    result = grade_text(find("ddp"), text, tmp_path)
+    assert "weights[0] is loaded here and never updated" in result.finding
+    assert result.advice.startswith("which part of the step is still missing?")
+
+
 def test_a_whole_weight_that_waits_for_the_backward_pass_does_not_pass(tmp_path: Path) -> None:
     entry = find("pipeline_fsdp")
     gather = '    gather = rank.all_gather(rank.weights[l], axis="dp_shard")\n'

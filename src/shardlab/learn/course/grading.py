@@ -2,7 +2,8 @@
 
 `grade` is the entry point. A solution is checked, simulated in teaching costs (or predicted on the exercise's cluster),
 and compared with the techniques and the goals of its exercise, in this order. The first failure is the *finding*. If
-one of the exercise's mistakes matches the finding, its advice is shown; otherwise that of `_general_advice`.
+one of the exercise's mistakes matches the finding, its advice is shown; otherwise that of `_general_advice`. Refusals
+by some rules have the same advice in all exercises (`ADVICE_OF_CALLS`, `ADVICE_OF_STEPS`).
 """
 
 from __future__ import annotations
@@ -59,6 +60,28 @@ _HELD = {
 }
 """Name of each category of memory in sentences for a student."""
 
+ADVICE_OF_CALLS: dict[str, str] = {
+    "not awaited": (
+        "a call that communicates returns a handle at once, and its value exists after an `await`. An `async` function "
+        "runs only when it is awaited."
+    ),
+    "unused result": "no collective changes its argument in place: it returns a new value. Which line keeps that?",
+}
+"""Advice for refusals by rules about a single call. It precedes that of the exercise's mistakes."""
+
+AVERAGED = "each gradient is a share of the batch's mean already, weighted by its tokens. What do shares add up to?"
+
+ADVICE_OF_STEPS: dict[str, str] = {
+    "missing microbatches": (
+        "an update needs the gradient of the whole batch. Where are the microbatches of one rank added up, and where "
+        "are those of all ranks summed?"
+    ),
+    "never updated": "which part of the step is still missing? Every layer that is loaded is updated at the end.",
+    "scaled gradient": AVERAGED,
+    "wrong factor": AVERAGED,
+}
+"""Advice for refusals by rules about the step, if they match no mistake of the exercise."""
+
 
 class Figures(NamedTuple):
     """Figures of a correct solution.
@@ -97,6 +120,7 @@ class ExerciseGrade:
         stage: stage at which it fails, or "passed".
         finding: the refusal of the check, the sentence of a technique, or the missed goals ("": the exercise is
             passed).
+        rule: rule that the refusal names ("": the solution is not refused by a rule).
         mistake: the typical mistake that matches the finding (None: no mistake of the exercise matches).
         advice: what to look at next ("": the finding says it, or the exercise is passed).
         figures: time, memory and elements sent (None: the program is wrong).
@@ -108,6 +132,7 @@ class ExerciseGrade:
     exercise: Exercise
     stage: Stage
     finding: str = ""
+    rule: str = ""
     mistake: Mistake | None = None
     advice: str = ""
     figures: Figures | None = None
@@ -182,7 +207,7 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
         except (Refused, UserError) as error:
             result = refused(exercise, error)
     if dropped and result.stage == "refused":  # the forgotten `await` is the likelier reason
-        return _failed(exercise, "refused", str(dropped_coroutine(dropped[0].name, dropped[0].line)))
+        return refused(exercise, dropped_coroutine(dropped[0].name, dropped[0].line))
     for coroutine in dropped:
         coroutine.warn()
     return result
@@ -194,7 +219,8 @@ def refused(exercise: Exercise, error: Refused | UserError) -> ExerciseGrade:
         error.remedy = error.remedy.partition(", or raise --")[0]  # the course has no option for slow programs
     elif isinstance(error, Endless):
         error.remedy = "let its loops end"
-    return _failed(exercise, "refused", str(error))
+    rule = error.rule if isinstance(error, Refused) else ""
+    return _failed(exercise, "refused", str(error), ExerciseGrade(exercise, "refused", rule=rule))
 
 
 def _graded(exercise: Exercise, solution: Any) -> ExerciseGrade:
@@ -208,7 +234,8 @@ def _graded(exercise: Exercise, solution: Any) -> ExerciseGrade:
     checked = _checked(exercise, solution)
     timeline = simulate(checked)
     figures = Figures(timeline.end, timeline.peak_memory, elements_sent(checked))
-    result = ExerciseGrade(exercise, "passed", "", None, "", figures, checked, timeline, _published(exercise, checked))
+    published = _published(exercise, checked)
+    result = ExerciseGrade(exercise, "passed", figures=figures, checked=checked, timeline=timeline, published=published)
     for technique in exercise.techniques:
         if sentence := technique(checked):
             result = _failed(exercise, "technique", sentence, result)
@@ -389,6 +416,8 @@ def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrad
     is_full = "too much memory" in finding and exercise.kind == "rank"
     if is_full and result.checked and (advice := _never_awaited(result.checked)):
         return replace(result, advice=advice)
+    if result.rule in ADVICE_OF_CALLS:
+        return replace(result, advice=ADVICE_OF_CALLS[result.rule])
     mistake = next(known, None)
     return replace(result, mistake=mistake, advice=mistake.advice if mistake else _general_advice(result))
 
@@ -412,9 +441,9 @@ def _never_awaited(checked: Checked) -> str:
 
 
 def _general_advice(result: ExerciseGrade) -> str:
-    """Return advice for a missed goal or a missing update that matches no mistake of the exercise; otherwise ""."""
-    if "is never updated" in result.finding:
-        return "which part of the step is still missing? Every layer that is loaded is updated at the end."
+    """Return advice for a refusal or a missed goal that matches no mistake of the exercise ("": there is none)."""
+    if result.rule in ADVICE_OF_STEPS:
+        return ADVICE_OF_STEPS[result.rule]
     if result.stage != "goals" or result.checked is None or result.timeline is None:
         return ""
     exercise, checked = result.exercise, result.checked

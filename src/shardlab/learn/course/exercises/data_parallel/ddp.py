@@ -94,19 +94,10 @@ EXERCISE = Exercise(
             "summed?",
         ),
         Mistake(
-            "the gradients are averaged",
-            (
-                "rank.all_reduce(rank.grad_weights.pop(l))",
-                "rank.all_reduce(rank.grad_weights.pop(l), reduction='mean')",
-            ),
-            r"times 1/4",
-            "each gradient is a share of the batch's mean already, weighted by its tokens. What do shares add up to?",
-        ),
-        Mistake(
-            "the handle is not awaited",
-            ("gradient = await rank.all_reduce", "gradient = rank.all_reduce"),
-            "handle|await",
-            "all_reduce returns a handle at once. Its result exists after an `await`.",
+            "the gradients stay beside their sums",
+            ("rank.all_reduce(rank.grad_weights.pop(l))", "rank.all_reduce(rank.grad_weights[l])"),
+            "too much memory.*gradients",
+            "a rank's own gradient has its last use in the reduction. Is it gone afterwards?",
         ),
         Mistake(
             "the weights are reduced",

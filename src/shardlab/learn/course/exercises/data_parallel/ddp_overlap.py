@@ -125,12 +125,6 @@ EXERCISE = Exercise(
             "a reduction in flight holds a gradient and its sum. How many have to be in flight at once?",
         ),
         Mistake(
-            "an update reads a handle",
-            ("rank.grad_weights[l + 1] = await handle", "rank.grad_weights[l + 1] = handle"),
-            "the handle of",
-            "a handle is not a value. `await` returns the value.",
-        ),
-        Mistake(
             "the last reduction is not awaited",
             ("    rank.grad_weights[0] = await handle\n", ""),
             r"grad_weights\[0\] does not exist",
