@@ -102,6 +102,19 @@ EXERCISE = Exercise(
             "the sum over microbatches is whole, and most of it is for other ranks. When can it become a shard?",
         ),
         Mistake(
+            "the shards of the microbatches are added at the end",
+            (
+                "            rank.accumulate(await rank.reduce_scatter(grad_weight))\n"
+                "        del rank.grad_activations[0]\n\n    for l in rank.layers:\n"
+                "        gradient = rank.grad_weights.pop(l)\n",
+                "            rank.grad_weights[l, m] = await rank.reduce_scatter(grad_weight)\n"
+                "        del rank.grad_activations[0]\n\n    for l in rank.layers:\n"
+                "        gradient = sum(rank.grad_weights.pop((l, m)) for m in rank.share())\n",
+            ),
+            "a rank holds 786,432",
+            "each layer has a shard for each microbatch until the update. When can they be added up?",
+        ),
+        Mistake(
             "gradients are all-reduced for each microbatch",
             (
                 "rank.accumulate(await rank.reduce_scatter(grad_weight))",
