@@ -42,7 +42,8 @@ SENTENCES = {
     ("programs", "the program raised"): "rank 0, op 0: the program raised KeyError: 'cheese'; fix it there.",
     ("programs", "freed"): (
         "rank 0, op 2 loss: activations[0] (microbatch 0) is used after it was freed (its last key in a store was "
-        "deleted or overwritten); keep the key until the last use."
+        "deleted or overwritten); keep a key until the last use, or take the value out with `pop`: a variable or a "
+        "list does not keep it."
     ),
     ("programs", "replaced"): (
         "rank 0, op 9 forward(layer 0): weights[0] is used after it was freed (an update replaced it in "

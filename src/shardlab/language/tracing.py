@@ -365,7 +365,10 @@ class Tracer(ABC):
                 "replaced", about, f"{given} (an update replaced it in place)", "use the value that it returned"
             )
         why = "its last key in a store was deleted or overwritten"
-        self.refuse("freed", about, f"{given} ({why})", "keep the key until the last use")
+        remedy = (
+            "keep a key until the last use, or take the value out with `pop`: a variable or a list does not keep it"
+        )
+        self.refuse("freed", about, f"{given} ({why})", remedy)
 
     def _done_with(self, *values: Value) -> None:
         """Free those inputs of an op that no store key names and no communication reads."""
