@@ -35,7 +35,10 @@ from shardlab.train.steps import Callback, Training
 Value = TypeVar("Value")
 
 Fingerprints = dict[Hashable, dict[int, list[tuple[float, float]]]]
-"""Fingerprints of results, by key and rank: (random projection, tolerance) of each result that has the key."""
+"""Fingerprints by key of a result (its kind of op and layer come first) and by rank.
+
+A rank has a list of (random projection, tolerance), one for each of its results with this key.
+"""
 
 
 class RepeatedMicrobatch:
@@ -146,7 +149,7 @@ class Audit:
         return run
 
     def _fingerprint(self, value: object) -> tuple[float, float]:
-        """Return the projection of a value on fixed random signs, and the difference that rounding may make in it."""
+        """Return the projection of a value on fixed random signs, and by how much rounding may change it."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return 0.0, 0.0
         flat = value.detach().flatten().double()
@@ -158,7 +161,7 @@ class Audit:
 
 
 def copy_of(state: State, replica: Replica) -> Tensor:
-    """Return the weights of a replica as this rank keeps them. Several parts are joined in their order."""
+    """Return this rank's copy of the weights of a replica. If it keeps them in several parts, these are joined."""
     layer, missing = replica.layer, replica.holds
     parts: list[tuple[int, Tensor]] = []
     for key in state.analysis.kept.loaded.values():
@@ -201,8 +204,8 @@ def first_difference(prints: Fingerprints) -> tuple[Hashable, tuple[tuple[int, .
     """Find the first result, in order of computation, on which ranks differ.
 
     Returns:
-        Key of the result, and the groups of ranks that agree. A single group is one rank whose results differ among
-        themselves. None if all ranks agree.
+        Key of the result, and the groups of ranks that agree; None if all ranks agree. A group alone has one rank,
+        which computed the result several times and did not always get the same.
     """
     for key, of_rank in sorted(prints.items(), key=_computation_order):
         for rank, results in of_rank.items():
@@ -224,7 +227,7 @@ def describe_groups(groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def advice(checked: Checked) -> str:
-    """Return a sentence on what to do about a fault, which may be mere rounding if the program lets replicas drift."""
+    """Return what to do about a fault. If the program lets replicas drift, say that it may be mere rounding."""
     if drifts := drifts_of(checked):
         return f"It may be rounding, and no host's fault: {str(drifts[0]).removesuffix('.')}"
     return "Leave the host out, and resume from the checkpoint before the last audit that passed"

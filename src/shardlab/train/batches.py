@@ -21,7 +21,7 @@ from shardlab.train.data import Corpus
 from shardlab.train.data.stream import Numbers
 
 VALIDATION_SEQUENCES = 64
-"""Largest number of sequences in a training's validation loss. They are the first ones of the validation part."""
+"""Largest number of sequences in a training's validation loss. They are the first ones of the validation text."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Batches:
 
     @property
     def validation_count(self) -> int:
-        """Number of sequences of the validation loss: `VALIDATION_SEQUENCES`, or all if the part has fewer."""
+        """Number of sequences of the validation loss: `VALIDATION_SEQUENCES`, or fewer if the text is shorter."""
         return min(VALIDATION_SEQUENCES, max(1, self.corpus.validation.sequences_before_repeat(self.seq_len)))
 
     @property
@@ -77,7 +77,7 @@ class Batches:
         return math.ceil(self.validation_count / self.micro_batch_size)
 
     def validation(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets of a microbatch of the validation part, shaped as those of `microbatch`.
+        """Return tokens and targets, int64 (micro_batch_size, seq_len) each, of a microbatch of the validation text.
 
         The rows beyond `validation_count` in the last microbatch have no targets, so the loss does not depend on
         `micro_batch_size`.
@@ -92,5 +92,10 @@ class Batches:
         return step * self.microbatches if self.ramp is None else self.ramp.before(step)
 
     def _numbers(self, first: int, microbatches: int) -> Numbers:
-        """Return the numbers of the sequences of some microbatches, counted over all steps."""
+        """Return the numbers of the sequences in some consecutive microbatches.
+
+        Args:
+            first: number of the first microbatch, counted over all steps.
+            microbatches: number of microbatches.
+        """
         return np.arange(first * self.micro_batch_size, (first + microbatches) * self.micro_batch_size)

@@ -46,7 +46,7 @@ class ProductKernels(Callback):
         self._chosen = False
 
     def on_step_end(self, training: Training) -> None:
-        """Choose after the first step, before the step is saved. A resumed run has its choice from the checkpoint."""
+        """Choose after the first step, before the step is saved. A resumed run takes the choice from its checkpoint."""
         if not self._chosen and choose_products(training.state.settings.device):
             training.start_clock()
         self._chosen = True
@@ -88,7 +88,7 @@ class Validation(Callback):
         return self.losses
 
     def on_end(self, training: Training) -> None:
-        """Validate the last weights. The loss is NaN if a weight is."""
+        """Validate the last weights. The loss is NaN if weights are NaN."""
         training.begin("validation after training")
         self.losses = self._evaluation.losses()
         training.show_validation(self.losses)
@@ -164,7 +164,8 @@ class Records(Callback):
 
     Args:
         folder, display: output folder and progress display of rank 0; None on the other ranks.
-        validation, weights: callbacks that have the last losses, and the names of files that could not be written.
+        validation: callback that has the last validation losses.
+        weights: callback that has the names of the files that could not be written.
 
     Attributes:
         times: seconds of each step since the run began or was resumed, averaged over the ranks.
@@ -304,7 +305,7 @@ def clock(seconds: float) -> str:
 
 
 def fit_into(pieces: Iterator[str], width: int | None) -> str:
-    """Join as many pieces into a line as fit into `width` columns. The first piece is always there.
+    """Join as many pieces into a line as fit into `width` columns. The first piece is never left out.
 
     >>> fit_into(iter(["step 1", "loss 2.000", "norm 3"]), 17), fit_into(iter(["step 1"]), 3)
     ('step 1 loss 2.000', 'step 1')
@@ -326,10 +327,10 @@ class TrainingProgress:
     Args:
         steps: number of steps of the run.
         log_every: number of steps from one logged step to the next.
-        silence: seconds without output after which a line is printed into a pipe (None: `interrupt.SILENCE`). A step
-            prints its line if the last line is older than half of this time.
+        silence: seconds without output after which a line is printed into a pipe (None: `interrupt.SILENCE`). If the
+            last line is older than half of this time, the next step prints a line in any case.
         console: console to print to (None: stderr).
-        done: number of steps before the first one, in a resumed run.
+        done: number of steps that were done before the run was resumed.
     """
 
     def __init__(
@@ -417,7 +418,7 @@ class TrainingProgress:
         return fit_into(iter([head, *pieces]), width)
 
     def _left(self, metrics: Mapping[str, Any]) -> float:
-        """Return the seconds until the last step, by the pace of the recent steps and of the work between them."""
+        """Estimate the seconds to the end of the last step from the recent steps, including the work between them."""
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
         pace = (ended - began) / (last - first) if last > first else metrics["dt"]
         return pace * (self._steps - self._done)

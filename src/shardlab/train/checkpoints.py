@@ -188,7 +188,11 @@ class Saver(Callback):
             self._pool.submit(end, self._step)
 
     def _abort(self, finite: int) -> None:
-        """Drop the checkpoint in flight if it is later than step `finite`, the last finite one, and end the thread."""
+        """Drop the checkpoint in flight if it contains the diverged step, and end the thread.
+
+        Args:
+            finite: number of steps before the diverged one.
+        """
         if self._writing is not None and self._step > finite:
             wait([self._writing])
             self._writing = None
@@ -276,7 +280,7 @@ RATE = "schedule", "learning_rate", "min_learning_rate_ratio"
 def find_checkpoint(
     run: Path, step: int | None = None, *, auto: bool = False, together: RankExchange | None = None
 ) -> Checkpoint | None:
-    """Open the newest checkpoint of a run, or that of a given step, and compare all checksums.
+    """Open the newest checkpoint of a run, or the one after a given step, and compare the checksums of its files.
 
     The ranks of a launcher verify different files, and share what they find.
 
@@ -379,8 +383,8 @@ class ResumedRun:
         even if the number of steps changes.
 
         Args:
-            launched: number of ranks that a launcher has started; None without a launcher. If it is given, the source
-                leaves out the number of ranks of a strategy that the run named.
+            launched: number of ranks that a launcher has started (None: there is no launcher). With a launcher, the
+                source leaves out the number of ranks, unless a plan determines it.
             flags: settings of the optimizer that flags change. If they change the schedule, its length or the warm-up,
                 the source leaves out the length of the decay, unless the run had set it.
         """
@@ -428,7 +432,7 @@ class ResumedRun:
 
     @property
     def steps_taken(self) -> int:
-        """Optimizer steps before the checkpoint that the user has named, or else before the run's last weights."""
+        """Optimizer steps in the checkpoint named by the user, or else in the run's newest checkpoint or weights."""
         return self.checkpoint.step if self.chosen else max(self.checkpoint.step, self._finished_steps)
 
     def has_ended(self, steps: int) -> bool:
@@ -451,7 +455,7 @@ class ResumedRun:
         )
 
     def schedule_change(self, config: TrainingConfig) -> str:
-        """Return a sentence on the learning rate from now on; empty if neither steps nor schedule have changed."""
+        """Return a sentence on the learning rate from now on; empty if the steps and the rate are as before."""
         saved, before = saved_fields(self._saved, "train")["steps"], saved_optimizer(self._saved)
         now, step = config.optimizer, self.checkpoint.step
         same = all(getattr(before, name) == getattr(now, name) for name in RATE)
@@ -483,12 +487,12 @@ class ResumedRun:
 
     @property
     def _finished_steps(self) -> int:
-        """Optimizer steps before the weights that the run left when it finished; 0 if it has not finished."""
+        """Number of optimizer steps after which the run finished and left its weights; 0 if it has not finished."""
         return int(last_figures(self.out / METRICS).get("step") or 0) + 1 if has_finished(self.out) else 0
 
     @cached_property
     def _saved(self) -> ConfigSource:
-        """Configuration file in the checkpoint, with paths that are valid in the current folder."""
+        """Settings in the checkpoint's configuration file, with paths changed to be valid in the current folder."""
         saved = file_source(self.checkpoint.folder / CONFIG)
         folder, sections = self.checkpoint.state.get("folder"), {**saved.sections}
         sections["data"] = {

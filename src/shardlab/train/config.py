@@ -246,7 +246,8 @@ class BatchConfig:
 
         Args:
             devices: number of devices of the cluster, used or not.
-            data_ranks: number of data-parallel ranks that divide the microbatches (None: the strategy is not a plan).
+            data_ranks: number of data-parallel ranks. They must divide the number of microbatches, unless it is set
+                (None: the strategy is not a plan, and any number is accepted).
 
         Returns:
             The number of microbatches, and the number of sequences in each.
@@ -425,7 +426,7 @@ class BatchRamp:
         return list(dict.fromkeys(microbatches for _, microbatches in self.stages))
 
     def stage(self, step: int) -> tuple[int, int]:
-        """Return the stage of a step: its first step, and the microbatches of each of its steps."""
+        """Return the stage to which a step belongs: the first step of the stage, and the microbatches of each step."""
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage[0]) - 1]
 
     def microbatches(self, step: int) -> int:

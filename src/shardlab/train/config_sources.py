@@ -90,7 +90,7 @@ def batch_of(source: ConfigSource) -> BatchConfig:
 
 
 def with_divided_batch(source: ConfigSource, flags: ConfigSource) -> ConfigSource:
-    """Divide the global batch of a source into microbatches, and return the source with them in the section `train`.
+    """Divide the global batch of a source into microbatches, and return the source with `train` set accordingly.
 
     Values that flags set take precedence. A source without a global batch is returned unchanged.
 
@@ -208,11 +208,11 @@ def _model_in(folder: Path) -> Blocks:
 
 
 def plan_settings(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None, Plan | None, str | None]:
-    """Return the settings of the section `plan` that the sources have.
+    """Return the strategy, the ranks, the plan and the passes that the sources set.
 
     Returns:
-        The strategy's name, the number of ranks, the plan, and the passes of a strategy without a plan. Each is None
-        if no source sets it.
+        The strategy's name, the number of ranks, the plan, and the passes if the strategy has no plan. Each is None if
+        no source sets it.
 
     Raises:
         UserError: if the sources set fields of a plan for a strategy that is a program of its own.
@@ -253,7 +253,7 @@ def resolve_config(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks:
 
 
 def saved_fields(saved: ConfigSource, section: str) -> dict[str, Any]:
-    """Return the fields of a section in the configuration of an earlier run. Fields that it lacks have the defaults."""
+    """Return the fields of a section in the configuration of an earlier run. A field that it lacks has its default."""
     return merge_fields([preset_source("default"), saved], section)
 
 

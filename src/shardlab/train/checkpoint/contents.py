@@ -34,7 +34,7 @@ from shardlab.models.layout import Cut
 from shardlab.models.tensors.weights import DTYPES, cut_positions, cuts_of
 
 Key = tuple[int, Holds]
-"""Key of a flat buffer: (layer, slices)."""
+"""Key of the flat buffer in which a rank keeps some slices of a layer: (layer, slices)."""
 
 WEIGHTS, EXACT = "weights", "exact"
 """Kinds of tensors: weights in the precision of the computation, and their exact copies (master weights)."""
@@ -48,7 +48,7 @@ class KeptRange(NamedTuple):
         layer: number of the layer.
         start: first element of the range.
         tensor: view of the memory, (elements,).
-        key: slices to which the range belongs.
+        key: layer and slices of the rank's buffer that has the range.
         place: where the memory is, such as on the host or the disk; empty for the device.
     """
 
@@ -114,7 +114,7 @@ class Snapshot:
 
 
 def weight_keys(checked: Checked, rank: int) -> list[Key]:
-    """Return the slices of weights that a rank keeps: slices that it loads, and slices that only its optimizer has."""
+    """Return the slices of weights that a rank keeps: those that it loads, and those that its optimizer alone keeps."""
     weights = KeptWeights(checked.program.tapes[rank], checked.specs[rank])
     updated = slices_of(checked, rank, OpKind.UPDATE)
     return [*dict.fromkeys(weights.loaded.values()), *(key for key in updated if weights.memory_of(*key) is None)]
@@ -196,7 +196,7 @@ class OutputTensor(NamedTuple):
         shape: its shape.
         dtype: data type of its elements.
         read: function that reads rows `start` to `stop` (indices of its first dim).
-        together: number of rows that must be read together. The first row of a piece is a multiple of it.
+        together: number of rows that must be read together. Each piece begins at a multiple of this number.
     """
 
     name: str
@@ -226,7 +226,7 @@ class OutputTensor(NamedTuple):
 
 
 def file_chunks(tensors: Iterable[OutputTensor], followed: Iterable[OutputTensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file of tensors that are read piece by piece.
+    """Yield the bytes of a safetensors file whose tensors are read piece by piece.
 
     Args:
         tensors: the tensors.
@@ -275,7 +275,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: str = "") -> Iterator[KeptRange]:
-    """Split tensors, which hold the elements of some slices in order, into the contiguous ranges of these slices."""
+    """Yield the contiguous ranges of the slices of `key`, whose elements are in `tensors`, one after another."""
     ranges = iter(state.shapes.ranges(*key))
     for tensor in tensors:
         while len(tensor):
@@ -285,7 +285,7 @@ def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: 
 
 
 def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRange]:
-    """Yield the moments that the optimizers of a slice keep: tensors shaped as those they update (`Slice.leaves`)."""
+    """Yield the moments of the optimizers of a slice: state tensors that are shaped as what they update."""
     starts = {leaf: start for start, leaf in part.leaves}
     for optimizer in part.optimizers:
         for leaf, moments in optimizer.state.items():

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint (DCP), read and written by parts of tensors in one process.
+"""Folders of torch.distributed.checkpoint (DCP), read and written in parts of tensors by one process.
 
 torch's own reader, writer and resharding do the work. `DistributedFiles` reads any part of a tensor, and keeps two
 stored chunks in memory, since a parameter of Shardlab often consists of parts of two stored tensors.
@@ -152,7 +152,7 @@ class DistributedFiles:
         """Require that all chunks of some tensors exist.
 
         Raises:
-            UserError: if a file is missing or truncated, or chunks do not make up their tensor.
+            UserError: if a file is missing or truncated, or the chunks of a tensor do not have all of its elements.
         """
         ends: dict[str, int] = defaultdict(int)
         for name in names:
@@ -292,7 +292,7 @@ class _Value(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Reader that unpickles only classes that describe tensors from `.metadata`."""
+    """Reader that accepts in `.metadata` only classes that describe tensors, since unpickling others could run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read `.metadata`.

@@ -60,7 +60,8 @@ class Checkpoint:
         """Open a checkpoint, and check that all files exist with the right sizes. Files with tensors are not read.
 
         Raises:
-            UserError: if a file is missing, truncated or of another version.
+            UserError: if a file is missing or has another size, a file without tensors has changed, or the format has
+                another version.
         """
         manifest = read_table(read_file(folder / MANIFEST, "JSON"), str(folder / MANIFEST))
         if manifest.get("version") != VERSION:
@@ -139,7 +140,7 @@ class Checkpoint:
 
     @cached_property
     def ranges(self) -> dict[tuple[str, int], list[tuple[int, int, str, str]]]:
-        """Ranges of the flat buffer of each kind and layer, ascending: (start, stop, file, name in the file)."""
+        """Stored ranges of the flat buffers, by kind and layer, ascending: (start, stop, file, name in the file)."""
         ranges: dict[tuple[str, int], list[tuple[int, int, str, str]]] = defaultdict(list)
         for file, entry in self.files.items():
             for name, length in entry.get("tensors", {}).items():
@@ -154,7 +155,7 @@ class Checkpoint:
 
     @cached_property
     def pieces(self) -> dict[tuple[int, str], list[ParameterPiece]]:
-        """Places of each parameter of the whole model, by block and name."""
+        """Pieces in which each parameter of the whole model is stored, by block and name."""
         return parse_pieces(self.state["layers"])
 
     def restore(self, state: State) -> int:
@@ -179,8 +180,8 @@ class Checkpoint:
     def _source(self, kind: str, dtype: torch.dtype, sources: Mapping[str, CheckpointTensors]) -> CheckpointTensors:
         """Return the tensors from which values of one kind and data type are restored.
 
-        Exact copies that the checkpoint lacks are restored from the weights. Weights that it has in another data type
-        are restored from the exact copies.
+        Exact copies are restored from the weights if the checkpoint lacks them. Weights are restored from the exact
+        copies if there are any and the checkpoint has the weights in another data type.
         """
         if kind == EXACT and EXACT not in sources:
             return sources[WEIGHTS]
@@ -241,7 +242,7 @@ class CheckpointTensors:
         return elements
 
     def _rows(self, piece: ParameterPiece, numbers: Tensor, low: int, high: int) -> Iterator[Tensor]:
-        """Yield the columns `low` to `high` of some rows of a piece. Whole consecutive rows are read together."""
+        """Yield columns `low` to `high` of the rows `numbers` of a piece. Whole consecutive rows are read at once."""
         width = piece.columns
         breaks = torch.arange(1, len(numbers))
         if high - low == width:
@@ -251,7 +252,7 @@ class CheckpointTensors:
             yield from self._range(piece.layer, first + low, first + (len(run) - 1) * width + high)
 
     def _range(self, layer: int, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield the parts of a range of a layer's flat buffer, from all files that have one."""
+        """Yield a range of a layer's flat buffer in consecutive parts, each from the file that has it."""
         ranges: Sequence[tuple[int, int, str, str]] = self._checkpoint.ranges.get((self._kind, layer), ())
         at = bisect_right(ranges, start, key=lambda each: each[0]) - 1
         while start < stop:
