@@ -7,6 +7,7 @@ the LLM Training Puzzles, in which every layer is one matrix.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -141,7 +142,7 @@ class Sizes:
         embedding comes before the blocks and a head after them; they share one matrix if they are `tied`.
         """
         layers = half_block_layers(blocks, tied=tied)
-        return replace(_puzzle_sizes(layers, tied=tied), blocks=tuple(range(1, len(layers) - 1, 4)))
+        return _puzzle_sizes(layers, tuple(range(1, len(layers) - 1, 4)), tied=tied)
 
     @classmethod
     def columns(cls, layers: int) -> Sizes:
@@ -162,7 +163,7 @@ class Sizes:
         """
         layers = context_block_layers(blocks)
         norms = tuple(l for l, layer in enumerate(layers) if layer.carries)
-        return replace(_puzzle_sizes(layers), blocks=norms, queries=ROWS, keys_values=2 * ROWS)
+        return replace(_puzzle_sizes(layers, norms), queries=ROWS, keys_values=2 * ROWS)
 
     @classmethod
     def expert_blocks(cls, blocks: int) -> Sizes:
@@ -173,8 +174,8 @@ class Sizes:
         """
         layers = expert_block_layers(blocks)
         norms = [l for l, layer in enumerate(layers) if layer.carries]
-        made = replace(_puzzle_sizes(layers), blocks=(*norms[:-1:2], norms[-1]), queries=ROWS, keys_values=2 * ROWS)
-        return replace(made, routing=PUZZLE_LENGTH)
+        made = _puzzle_sizes(layers, (*norms[:-1:2], norms[-1]))
+        return replace(made, queries=ROWS, keys_values=2 * ROWS, routing=PUZZLE_LENGTH)
 
     def space(self, mesh: Mesh, microbatches: int) -> Space:
         """Return the numbers of pieces into which a mesh divides the values of a program.
@@ -359,7 +360,9 @@ def _parameters(layer: Layer, *, vectors: bool) -> int:
     return PUZZLE_HIDDEN if layer.carries and vectors else SQUARE
 
 
-def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
+def _puzzle_sizes(
+    layers: tuple[Layer, ...], blocks: tuple[int, ...] = (), *, tied: bool = False, vectors: bool = True
+) -> Sizes:
     """Return the sizes of the puzzles' layers. Each has a matrix, but norms have a vector if `vectors`."""
     sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
     weights = (*sizes[:-1], 0) if tied else sizes
@@ -370,6 +373,12 @@ def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: boo
         activations=(ROWS,) * (len(layers) + 1),
         saved=(0,) * len(layers),
         signatures=layers,
+        blocks=blocks,
+        weight_blocks=tuple(
+            (max(0, bisect_right(blocks[:-1], l) - 1),) if elements else () for l, elements in enumerate(weights)
+        )
+        if blocks
+        else (),
         residual=ROWS if any(layer.carries for layer in layers) else 0,
         stats=3 * PUZZLE_LENGTH if any(layer.cut for layer in layers) else 0,
         tied=tied,

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from shardlab.language import Mesh, Sizes, UserError
+from shardlab.models import find_model
+from shardlab.models.cutting import cut_for
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import Completion, Completions, model_layers
 from shardlab.strategies.plan.resolve import resolve, with_named_blocks
@@ -153,3 +155,24 @@ def test_a_model_that_does_not_fit_the_plan_is_one_sentence(plan: Plan, sentence
     with pytest.raises(UserError) as refused:
         resolve(plan, Sizes.puzzle(4), 2, 0)
     assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "puzzle"),
+    [("llama", Mesh(tp=2), Sizes.half_blocks(3)), ("mixtral", Mesh(ep=2, tp=2), Sizes.expert_blocks(3))],
+)
+def test_the_puzzles_layers_belong_to_the_same_blocks_as_those_of_a_model(
+    model: str, mesh: Mesh, puzzle: Sizes
+) -> None:
+    sizes = cut_for(replace(find_model(model), layers=3), mesh, attention_apart=mesh.ep > 1).sizes(1, 4)
+    assert puzzle.weight_blocks == sizes.weight_blocks
+
+
+def test_freeze_counts_blocks_in_half_blocks() -> None:
+    plan, sizes = Plan(Mesh(tp=2), freeze=(0,)), Sizes.half_blocks(3)
+    assert resolve(plan, sizes, 4, 0).frozen == {0, 1, 2, 3, 4}
+    for number in (-1, 3):
+        with pytest.raises(
+            UserError, match=rf"freeze names block {number}, but the model has blocks 0-2; give numbers"
+        ):
+            resolve(replace(plan, freeze=(number,)), sizes, 4, 0)

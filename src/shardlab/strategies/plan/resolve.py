@@ -178,7 +178,7 @@ class _Resolver:
         freeze, weight_blocks = set(self.plan.freeze), self.sizes.weight_blocks
         blocks = weight_blocks or tuple((layer,) for layer in range(len(self.model.layers)))
         last = max(max(each, default=0) for each in blocks)
-        if unknown := [number for number in sorted(freeze) if number > last]:
+        if unknown := [number for number in sorted(freeze) if not 0 <= number <= last]:
             raise UserError(
                 f"freeze names block {unknown[0]}, but the model has blocks 0-{last}; give numbers of these"
             )
