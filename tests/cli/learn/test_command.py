@@ -66,8 +66,12 @@ def test_the_list_shows_the_progress(course: Path, capsys: Captured) -> None:
     assert main(["learn"]) == 0
     capsys.readouterr()
     assert main(["learn", "list"]) == 0
-    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
-    assert rows[1:3] == [["0", "one_rank", "passed"], ["1", "grad_accum", "current"]]
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[:3] for line in lines]
+    assert rows[1:4] == [["x", "0", "one_rank"], [">", "1", "grad_accum"], ["2", "ddp", "Data"]]
+    assert lines[-1] == "x passed, > current"
+    assert len(lines) == 1 + len(all_entries()) + 1
+    assert max(map(len, lines)) <= 80
     assert main(["learn", "list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed["current"] == "grad_accum"

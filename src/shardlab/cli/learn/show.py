@@ -92,17 +92,17 @@ def list_report(folder: CourseFolder, entries: Iterable[CourseEntry]) -> Report:
     report = Report(current=folder.current)
     report.table(
         {
-            "": lambda row: str(row["number"]),
+            "": lambda row: "x" if row["passed"] else ">" if row["current"] else "",
+            "no.": lambda row: str(row["number"]),
             "exercise": lambda row: row["name"],
-            "state": lambda row: "passed" if row["passed"] else "current" if row["current"] else "",
             "title": lambda row: Text(row["title"]),
-            "hints": lambda row: str(row["hints"] or ""),
         },
         rows,
         "exercises",
         words=4,
         folded=3,
     )
+    report.line("x passed, > current", "dim")
     return report
 
 

@@ -1,4 +1,4 @@
-"""Bug 105: the gradient of a sliced layer's input is not summed.
+"""Bug 105: a sliced layer's input gradient is not summed.
 
 The routed experts of torchtitan's mixture of experts were sliced over the
 tensor-parallel ranks, and computed with plain tensors instead of DTensors. Each rank's
@@ -55,7 +55,7 @@ async def expert_input_gradient(rank: Rank) -> None:
 EXERCISE = Exercise(
     number=105,
     name="expert_input_gradient",
-    title="The gradient of a sliced layer's input is not summed",
+    title="A sliced layer's input gradient is not summed",
     goals=Goals("pytorch/torchtitan#1878"),
     mesh=Mesh(tp=2),
     layers=Sizes.half_blocks(1),

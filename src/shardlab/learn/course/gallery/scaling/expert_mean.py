@@ -1,4 +1,4 @@
-"""Bug 109: gradients of experts are divided by the wrong number of ranks.
+"""Bug 109: expert gradients are averaged over too few ranks.
 
 Each rank's loss is a mean over its own tokens, so the sum of all ranks' gradients has
 to be divided by the number of ranks. Megatron-FSDP v2 did this by averaging over the
@@ -61,7 +61,7 @@ async def expert_mean(rank: Rank) -> None:
 EXERCISE = Exercise(
     number=109,
     name="expert_mean",
-    title="Gradients of experts are divided by the wrong number of ranks",
+    title="Expert gradients are averaged over too few ranks",
     goals=Goals("NVIDIA/Megatron-LM#5956"),
     mesh=Mesh(ep=2),
     layers=Sizes.mixture(1),

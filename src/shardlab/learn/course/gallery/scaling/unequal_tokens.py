@@ -1,4 +1,4 @@
-"""Bug 110: ranks with few tokens count as much as ranks with many.
+"""Bug 110: ranks with few tokens count as much as others.
 
 torchtitan divided each rank's loss by that rank's own number of valid tokens, and
 averaged the gradients over the ranks. If padding or prompts are masked, ranks have
@@ -40,7 +40,7 @@ async def unequal_tokens(rank: Rank) -> None:
 EXERCISE = Exercise(
     number=110,
     name="unequal_tokens",
-    title="Ranks with few tokens count as much as ranks with many",
+    title="Ranks with few tokens count as much as others",
     goals=Goals("pytorch/torchtitan#2206"),
     mesh=Mesh(dp_shard=2),
     layers=2,

@@ -1,4 +1,4 @@
-"""Bug 119: a layer computes with the weight of the step before.
+"""Bug 119: a layer computes with the previous step's weight.
 
 With a distributed optimizer, each rank updates a slice of every weight, and the slices
 are gathered while the next forward pass already runs. Megatron-LM gathered buckets in
@@ -45,7 +45,7 @@ async def stale_weight(rank: Rank) -> None:
 EXERCISE = Exercise(
     number=119,
     name="stale_weight",
-    title="A layer computes with the weight of the step before",
+    title="A layer computes with the previous step's weight",
     goals=Goals("NVIDIA/Megatron-LM#950"),
     mesh=Mesh(dp_shard=2),
     layers=3,
