@@ -47,7 +47,15 @@ class StagePrices(FakePrices):
         return self.message, self.message
 
 
-SCHEDULES = [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2)]
+SCHEDULES = [
+    ("1f1b", 1),
+    ("interleaved-1f1b", 3),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+    ("v-half", 2),
+    ("v-min", 2),
+    ("dualpipe-v", 2),
+]
 ENDS = [(1.0, 1.0), (1.0, 1.5), (0.7, 0.7)]
 
 

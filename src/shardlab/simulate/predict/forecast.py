@@ -205,7 +205,7 @@ class CompressedReplay:
 EXTRA_BLOCKS = (0, 4, None)
 """Numbers of extra identical blocks to keep, tried in order until the steps are periodic (None: all blocks)."""
 
-STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules that are periodic once the pipeline is full, with constant memory from then on."""
 
 
@@ -229,7 +229,7 @@ def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
     ranks, schedule = plan.mesh.pp, plan.schedule_name
     if schedule not in STEADY_SCHEDULES:
         return each, 0
-    full = max(2, (3 if schedule.startswith(("zb", "v-")) else 1) * ranks)
+    full = max(2, (3 if schedule.startswith(("zb", "v-", "dualpipe")) else 1) * ranks)
     more = 2 * ranks if schedule == "interleaved-1f1b" else ranks
     few = full + (each - full) % more
     return (few, more) if 2 * few + more < each else (each, 0)
