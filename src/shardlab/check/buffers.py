@@ -236,13 +236,13 @@ class BufferBytes:
 
 
 def fewest_slices(specs: Sequence[Mapping[int, Spec]]) -> dict[int, int]:
-    """Return for each layer the smallest number of equal slices of which all its weight values consist."""
+    """Return, for each layer, the smallest number of equal slices so that each value of its weight is whole slices."""
     cuts = {layer: math.lcm(*numbers) for layer, numbers in slice_counts(specs).items()}
     return defaultdict(lambda: 1, cuts)
 
 
 def slice_counts(specs: Sequence[Mapping[int, Spec]]) -> dict[int, set[int]]:
-    """Return for each layer the numbers of equal slices into which values of its weights are cut."""
+    """Return, for each layer, all numbers of equal slices into which some value of its parameters is cut."""
     numbers: dict[int, set[int]] = defaultdict(set)
     forms: set[Form] = set()
     for each in specs:

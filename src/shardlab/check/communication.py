@@ -361,7 +361,7 @@ def _call(op: Op) -> Call:
 
 
 def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
-    """Return this rank's input, after comparing the op's numbers of inputs and outputs with the call."""
+    """Return the spec of this rank's input (None: it gives none). Refuse an op with more or fewer inputs or outputs."""
     collective_calls.require_valid_call(call, group.ranks)
     reads, makes = collective_calls.value_counts(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):

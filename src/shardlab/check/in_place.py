@@ -119,8 +119,8 @@ class KeptWeights:
         roots: the value that each slice views (from `view_roots`).
         owners: for each slice and each new weight, the value in whose memory it lies. An update writes a new weight
             over the kept weight or over the copy that it reads.
-        copied_updates: for each update that writes to a copy, because the weight is kept in another place: its index,
-            and the memory that keeps the weight.
+        copied_updates: map from the index of each update that writes to a copy, because the weight is kept in another
+            place, to the memory that keeps the weight.
         refreshed: indices of the copied updates whose copy may have been rounded, or comes from another rank. Before
             the update, the kept weight is copied into that copy.
         final: for each weight that the step leaves behind: the memory from which the next step loads it.

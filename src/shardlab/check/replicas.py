@@ -410,7 +410,9 @@ class NumberTable:
         return self.join([(where, number)]) if number in self.pieces else number
 
     def element_wise(self, made: Callable[[Sequence[int]], int], numbers: Sequence[int], where: Holds) -> int:
-        """Return the number of an element-wise result; `made` gets the operands' numbers on one piece."""
+        """Return the number of an element-wise result. `made` returns it for one piece, from the operands' numbers
+        there.
+        """
         if self.pieces.keys().isdisjoint(numbers):
             return made(numbers)
         cuts = [where]

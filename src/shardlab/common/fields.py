@@ -101,7 +101,7 @@ def read_settings(
         written: the table.
         where: name of the file for messages ("": the caller adds it).
         key: key of the table in the file ("": the table is the whole file).
-        base: object whose values stand for fields that the table does not have (None: the defaults).
+        base: object that supplies the values of fields which the table leaves out (None: the defaults apply).
         strict: whether a key that is not a field is refused.
 
     Raises:
@@ -413,7 +413,7 @@ def axes(*known: str) -> FieldType:
 
 
 def choice(literal: Any) -> FieldType:
-    """Return the type of one of the words of a `Literal`."""
+    """Return the type of a field that takes one of the words of a `Literal`."""
     words = get_args(literal)
     wanted = f"one of {', '.join(words)}"
     return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else wanted)
@@ -426,7 +426,7 @@ def choice_or_ints(
     others: Callable[[str], bool],
     about_others: str,
 ) -> FieldType:
-    """Return the type of one of the words of a `Literal`, or of a list of numbers.
+    """Return the type of a field that takes one of the words of a `Literal`, or a list of numbers.
 
     Args:
         literal: the words.

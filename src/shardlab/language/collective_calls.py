@@ -104,7 +104,7 @@ def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: in
     """Return the refusal of a member's call that differs from the call of the first member to arrive.
 
     Args:
-        call, gives: the refused call, and the value of its member.
+        call, gives: the refused call, and the value that its member passes to it (None: no value).
         rank, op, met: the first member's number, the index of its op, and the text of its call.
     """
     about = About(f"{call_text(call, gives)} on {group}", -1 if gives is None else gives.layer)

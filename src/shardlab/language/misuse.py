@@ -1,10 +1,10 @@
 """Refusals of expressions that work in torch but not on a rank. Each names the verb to write instead.
 
-`ValueMisuse` is a base class of values with operators such as `gradient * 0.5`. `HandleMisuse` is the same for handles,
-which have to be awaited first. Type checkers do not see these methods, so they still report the expressions.
-`why_no_attribute` explains a missing attribute such as `value.grad`, or a missing verb or store of a rank. The message
-lists the names that exist, the most similar one first. `remedy_of_type_error` is for Python's errors about operands of
-a wrong type.
+`ValueMisuse`, a base class of values, refuses operators such as `gradient * 0.5`. `HandleMisuse` refuses the operators
+of values on a handle, which has to be awaited first. Type checkers do not see these methods, so they still report the
+expressions. `why_no_attribute` explains a missing attribute such as `value.grad`, or a missing verb or store of a rank.
+The message lists the names that exist, the most similar one first. `remedy_of_type_error` is for Python's errors about
+operands of a wrong type.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class EarlyStart:
     """Setting of a pass that starts ops early.
 
     Attributes:
-        number: how many uses of such ops' results an op starts before the use of its own. With 2, for example, a gather
-            starts two uses of gathered weights before its own weight is used.
+        number: how many places ahead an op starts. With 2, for example, a gather starts before the first use of the
+            weight that the gather two places before it delivers.
         but: numbers of the ops that are not moved, counted from 0 over the ops that the pass could move.
     """
 
@@ -190,10 +190,10 @@ def tiles_of(passes: str) -> int:
 
 
 def needs_norm(passes: str) -> bool:
-    """Return whether a program that may clip the gradient computes its norm under these passes.
+    """Return whether a program that may clip the gradient computes the gradient's norm under these passes.
 
-    It does not if `update-early` is requested by name (`all` does not count): the norm of all layers is known only
-    after the last backward pass, when no layer could be updated early any more.
+    It computes no norm if `update-early` is requested by name (`all` does not count): the norm of all layers is known
+    only after the last backward pass, when no layer could be updated early any more.
 
     >>> needs_norm("all"), needs_norm("prefetch,update-early")
     (True, False)

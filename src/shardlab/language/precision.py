@@ -32,7 +32,8 @@ class Precision:
         state: dtype of each of the optimizer's moments, and of its copy of the parameters.
         copy: whether the optimizer keeps a copy of the parameters, from which the weights are rounded. An update then
             does not read the weights.
-        optimizer: bytes of AdamW's state per parameter, including the copy. `under` sets those of another optimizer.
+        optimizer: bytes of the optimizer's state per parameter, including the copy: AdamW's, unless `under` has set
+            those of another optimizer.
         source: where the precision is described.
         instead: name of the precision to train in, if this one is only for predictions ("": this one can train).
     """

@@ -193,8 +193,9 @@ class CommunicationVerbs(Tracer):
 
         The direction follows from the value. A buffer of all experts for this rank's microbatches becomes a buffer of
         this rank's experts for all members' microbatches. A buffer of some experts becomes a buffer of all experts for
-        a part of the microbatches: those that this rank gave in the exchange before, or otherwise the i-th of equal
-        runs on the group's i-th member. Slices of sequences and attention heads are exchanged in the same way.
+        a part of the microbatches. These are the microbatches that this rank passed to the exchange before. If there
+        was none, the group's i-th member gets the i-th of equal runs of microbatches. Slices of sequences and attention
+        heads are exchanged in the same way.
 
         Args:
             value: an activation or its gradient.
@@ -211,7 +212,7 @@ class CommunicationVerbs(Tracer):
         """Send the root's value to every member.
 
         Args:
-            value: on the root, whose handle returns this same value; None on the others.
+            value: on the root, the value to send, which its handle returns unchanged; None on the others.
             root: number of the sending rank, a member of the group.
             axis: the mesh axis along which the members lie (None: all ranks).
             expect: on the other ranks, the expected value, as in `recv`.
@@ -228,7 +229,7 @@ class CommunicationVerbs(Tracer):
         """Cut the root's value: the group's i-th member receives slice i of parameters, or run i of microbatches.
 
         Args:
-            value: on the root; None on the others.
+            value: on the root, the value to cut; None on the others.
             root, axis: as in `broadcast`.
             expect: on the other ranks, the expected slice, as in `recv`.
 

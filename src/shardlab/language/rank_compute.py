@@ -206,7 +206,7 @@ class ComputeVerbs(Tracer):
         Args:
             queries, keys_values: as in `attend`.
             attention_output: activation l + 1, complete.
-            gradient: its gradient.
+            gradient: the gradient of `attention_output`.
 
         Returns:
             A part of the queries' gradient, and a part of the keys' and values'.
@@ -292,7 +292,7 @@ class ComputeVerbs(Tracer):
         of its slice; `all_gather` the slices, and pass the result to `update`. The optimizer state does not change.
 
         Args:
-            gradient: the gradient of the optimizer state's slice, or of more slices.
+            gradient: the layer's gradient, with at least the optimizer state's slice.
             opt_state, norm: the arguments for `update`.
 
         Raises:
@@ -322,7 +322,7 @@ class ComputeVerbs(Tracer):
         """Take the optimizer's step on one slice. It overwrites the old weight and optimizer state.
 
         Args:
-            gradient, weight: those of the optimizer state's slice, or of more slices.
+            gradient, weight: the layer's gradient and weight, with at least the optimizer state's slice.
             opt_state: this step's optimizer state.
             norm: the sum of squares of the whole model's gradient (None: no clipping). The gradient is clipped to the
                 optimizer's limit; if the norm is not finite, weight and optimizer state stay as they are.
@@ -370,7 +370,7 @@ class ComputeVerbs(Tracer):
 
         Returns:
             The specs of both halves' outputs, the forms of the pass's results, the numbers of the values that the op
-            reads, and those of these values that the program passed.
+            reads, and the values that the program passed.
         """
         self._check_layer(op, layer)
         given = gradients if isinstance(gradients, tuple) else (gradients,)

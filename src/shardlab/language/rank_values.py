@@ -197,7 +197,7 @@ class ValueVerbs(Tracer):
         return self._record([value], OpKind.SCALE, partial(arithmetic.scale, spec, by), factor=by)
 
     def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
-        """Return the number of tokens of some microbatches that count in the loss, as a factor for `scale`.
+        """Return how many tokens of some microbatches count in the loss, as a factor for `scale`.
 
         The factor is a symbol: the number is only known when a step runs.
 

@@ -422,7 +422,7 @@ class RankRecord:
         offset: seconds to subtract from times of this rank's clock to get times of rank 0's clock.
         bound: the largest error of the offset, in seconds.
         steps: the timed steps; the last one may have failed.
-        memory: memory of a step that was not timed (None: there was none).
+        memory: memory of an extra step after the timed ones (None: the run recorded no such step).
     """
 
     rank: int

@@ -249,7 +249,7 @@ class Tracer(ABC):
             self.ops.insert(at + 1, free_op(value.number))
 
     def _kind(self, numbers: Sequence[int]) -> Kind | None:
-        """Return the kind of the first of some values, which may have ended; None if there is none."""
+        """Return the kind of the first of some values, even if that value has ended; None if there are no values."""
         value = self._values[numbers[0]] if numbers else None
         spec = value.spec if isinstance(value, Value) else value
         return None if spec is None else spec.kind

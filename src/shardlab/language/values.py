@@ -117,7 +117,7 @@ class Store(MutableMapping[Hashable, Value]):
     """One of a rank's stores. Two keys may name one value, which is freed when its last key is deleted.
 
     Args:
-        shared: map from keys to the keys whose values they use until they are set themselves.
+        shared: map from a key to another one, whose value it reads as long as it has none of its own.
     """
 
     def __init__(self, rank: TracedRank, kind: Kind, shared: Mapping[Hashable, Hashable] | None = None) -> None:

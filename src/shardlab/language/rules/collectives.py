@@ -208,7 +208,7 @@ def scatter_part(op: About, total: Spec, parts: int, place: int) -> Spec:
 
 
 def numbering_of_parts(part: str, of: int, most: int) -> str:
-    """Return the remedy for a part that does not exist, if a value is cut into `of` equal parts, at most `most`."""
+    """Return the remedy for a wrong part number: a value has `of` equal parts, and `of` may be at most `most`."""
     if of > most:
         return f"take at most {most:,} {part}s"
     return f"of {of} {part}s, name one of 0-{of - 1}" if of > 1 else f"give the number of {part}s as `of`: 2 or more"
@@ -370,7 +370,9 @@ def _earlier(name: str) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def _united_terms(forms: tuple[Form, ...]) -> Form | None:
-    """Return the form of a sum of terms; None if they cannot be added, or if its completeness depends on the cells."""
+    """Return the form of a sum of terms; None if they cannot be added, or if the cells decide whether the sum is
+    complete.
+    """
     first, bare, total = forms[0], forms[0].but(term=None), 0
     assert first.term is not None
     over = first.term.over
@@ -386,7 +388,7 @@ def _united_terms(forms: tuple[Form, ...]) -> Form | None:
 
 
 def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
-    """Return the mean, minimum or maximum of scalars. It covers every part of the model that one of them covers."""
+    """Return the mean, minimum or maximum of scalars. It covers each part of the model that any of the scalars covers."""
     mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
     first = specs[0]
     holds = first.holds
@@ -430,7 +432,7 @@ def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | 
 
 @lru_cache(maxsize=1 << 12)
 def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
-    """Return the forms of a value's even runs of pieces of an index; None if the pieces do not divide."""
+    """Return the forms of a value that is cut into equal runs of its pieces of an index; None if these do not divide."""
     held = list(bits(dict(form.slices).get(index, form.space.full(index))))
     each, rest = divmod(len(held), parts)
     return None if rest else [with_pieces(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]

@@ -28,9 +28,10 @@ class Node:
         reads, makes, weights: the indices of each input tensor, of each output tensor, and of each parameter.
         whole: indices that must be whole, since the primitive mixes them.
         mixes_tokens: whether it mixes the tokens of a sequence, so that sequences must be whole.
-        takes_own: whether the backward pass accepts a complete gradient of the output, and takes its own slices out of
-            it.
-        deals: indices of the output of which the program may ask for some pieces only (`part` of `Rank.forward`).
+        takes_own: whether the backward pass accepts a complete gradient of the output, of which it takes the slices
+            that the rank's output has.
+        deals: indices of the output, such as experts. The program may ask for only some pieces of them (`part` of
+            `Rank.forward`).
         atomic: whether a device may add in any order, so that two ranks may round differently.
         affine: whether the backward pass adds a gradient that does not depend on the gradient of the output.
     """
@@ -105,7 +106,9 @@ class Layer:
 
     @property
     def deals(self) -> frozenset[str]:
-        """Indices of which it may compute some pieces only: the experts to which it sends tokens."""
+        """Indices of its outputs of which it may compute only some pieces (`Node.deals`): the experts to which it sends
+        tokens.
+        """
         return frozenset[str]().union(*(node.deals for node in self.nodes))
 
     @property
@@ -142,7 +145,7 @@ Names = tuple[str, ...]
 
 
 def boundaries(layers: Sequence[Sequence[tuple[Tensors, Tensors]]]) -> list[tuple[Names, Names]]:
-    """Return the input and the output tensors of each layer. Outputs are those that other layers read.
+    """Return the input and the output tensors of each layer. A layer's outputs are the tensors that later layers read.
 
     A name may occur several times; it refers to the last tensor of that name.
 
@@ -241,7 +244,8 @@ def forward(layer: Layer, given: Mapping[str, Extent], cut: Mapping[str, int], s
 
     Args:
         given: the extents of the inputs.
-        cut: the pieces of each index of the weights, and of each dealt index, that is not whole.
+        cut: the pieces of each index of the weights, and of each dealt index (`Node.deals`), if that index is not
+            whole.
 
     Raises:
         Mismatch: if operands do not fit.
@@ -265,7 +269,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         of_tensors: the extent of every tensor's gradient, by name.
-        of_weights: the term of a sum that the weights' gradient is (None: it is complete).
+        of_weights: which term of a sum the weights' gradient is (None: no sum is open; the gradient is complete).
     """
 
     of_tensors: Mapping[str, Extent]
@@ -283,8 +287,8 @@ def backward(
     refused.
 
     Args:
-        held: the extents of its tensors, as from `forward`.
-        given: the extents of the gradients of its results.
+        held: the extents of the layer's tensors, from `forward`.
+        given: the extents of the gradients of the layer's outputs.
 
     Raises:
         Mismatch: if a gradient does not fit what was computed.

@@ -228,7 +228,7 @@ class LayerRules:
         """Return the layer's outputs, and the value that it saves for the backward pass.
 
         Args:
-            inputs, weight: the specs of its inputs.
+            inputs, weight: the specs of the layer's inputs and of its weight.
             op: name of the op, for messages.
             part: the part of the output to compute, for a layer that may compute some pieces of an index only (None:
                 all pieces).
@@ -418,7 +418,7 @@ class LayerRules:
         return form_of(kind, layer, step, self.space, WHOLE, slices, held.term, factor=factor)
 
     def _weight_pieces(self, op: About, weight: Spec, first: Spec) -> dict[str, int]:
-        """Return the pieces of each index of the weight that is not whole.
+        """Return, for each index along which the weight is cut, the pieces that it has.
 
         Raises:
             Refused: for the weight of another layer or step, or one that does not consist of whole slices.

@@ -98,7 +98,7 @@ def require_place(op: About, place: str) -> None:
 
 
 def require_on_device(op: About, value: Spec) -> None:
-    """Refuse a value that is not on the device, where alone ops compute and communicate.
+    """Refuse a value that is not on the device, for an op that runs only there.
 
     Raises:
         Refused: with the remedy.

@@ -78,8 +78,8 @@ class Term(NamedTuple):
 
     Attributes:
         over: the cut indices that were summed over, sorted by name.
-        bits: bit set of the pieces over which the term sums; for several indices, of tuples of pieces, the last index
-            fastest.
+        bits: bit set of the pieces over which the term sums. For several indices, each bit stands for a tuple with one
+            piece of each index; the last index counts fastest.
         merged: whether contributions are merged by the statistics of their softmax, rather than added.
     """
 
@@ -99,9 +99,9 @@ class Form:
         holds: for parameters, the slices of the layer's flat buffer; for a scalar, the slices of all layers' buffers,
             concatenated.
         slices: for an activation, its pieces of each index that is not whole.
-        term: for an activation, the term of a sum that it is (None: it is complete).
-        over: for a weight's gradient, (index, number of pieces) of each index besides cells and uses over which the
-            whole gradient is summed, outermost first.
+        term: for an activation, which term of a sum it is (None: no sum is open; the activation is complete).
+        over: for a weight's gradient, (index, number of pieces) of each further index, besides cells and uses, over
+            which the complete gradient is a sum; outermost first.
         reduction: for a scalar, how the ranks' values were combined (SUM: it is a sum of squares).
         factor: for a gradient, the factor relative to its share of the step's mean.
         dtype: the dtype after a cast, by torch's name ("": the dtype that the run's precision sets for its kind).
@@ -392,7 +392,8 @@ def flat_slices(cut: Sequence[str], space: Space) -> int:
 
 
 def pieces_of_flat(holds: Holds, cut: Sequence[str], space: Space) -> dict[str, int] | None:
-    """Return the pieces of each cut index in some flat slices; None if the slices are not a block of pieces.
+    """Return the pieces of each cut index in some flat slices; None if some combination of these pieces is not among
+    them.
 
     Args:
         holds: slices as `flat_slices` counts them.
