@@ -268,7 +268,7 @@ class LatentSizes:
 
     @property
     def q_inputs(self) -> int:
-        """Number of features, the first of the output of `Latents`, from which queries are projected."""
+        """Number of the leading features in the output of `Latents`: those from which queries are projected."""
         return self.hidden_size if self.q_rank is None else self.q_rank
 
     @property
@@ -279,7 +279,7 @@ class LatentSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Latents(Primitive):
-    """Linear map of normalised features `x` to the latents `x` of queries, of keys and values, and the shared key.
+    """Linear map of normalised features `x` to `x`: the queries' latent, that of keys and values, and the shared key.
 
     Each latent is normalised (RMSNorm). If there is no latent of queries, the features themselves come first.
     """

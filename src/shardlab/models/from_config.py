@@ -94,13 +94,13 @@ class ConfigFamily:
         model_type: name of the family in config.json.
         base: Shardlab's model whose fields a config.json replaces.
         fields: fields of config.json that are read.
-        fixed: fields of config.json of which Shardlab's models support only one value, by name: this value, which is
-            also their default. In most families, the only such field is the dropout of attention.
+        fixed: map from a field of config.json of which Shardlab's models support only one value to this value, which is
+            also the field's default. In most families, the only such field is the dropout of attention.
         rope_theta: default base of rotary positions (None: positions are learned).
         rope_names: name of the field in config.json with the base of rotary positions.
         adjust: function that reads fields that depend on each other.
         known: further fields that `adjust` reads.
-        always: differences of every model of the family.
+        always: differences from transformers that every model of the family has.
     """
 
     model_type: str

@@ -135,7 +135,7 @@ class Run:
         return tuple(kernel for primitive in computed for kernel in primitive.kernels(sequences, tokens, pieces))
 
     def numbers(self, slice: int) -> dict[str, int]:
-        """Return the number of the piece of each cut index in a slice of the parameters.
+        """Return, for each cut index, the number of the piece that a slice of the parameters has.
 
         From one slice to the next, the last index changes fastest.
         """
@@ -178,7 +178,7 @@ class Run:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the layer keeps its input activation for the backward pass: not if it only adds it to a tensor."""
+        """Whether the layer keeps its input activation for the backward pass. A layer that only adds it does not."""
         return self.keeps_inputs[0]
 
     @cached_property
@@ -255,7 +255,7 @@ class Run:
 
 
 def source(primitives: Sequence[Primitive], name: str, number: int) -> Made:
-    """Return the tensor that a primitive reads under a name: that of the last primitive before it, or an input."""
+    """Return the tensor that a primitive reads under a name: the last one made before it, or else an input."""
     makers = (k for k in range(number - 1, INPUT, -1) if name in primitives[k].makes)
     return Made(name, next(makers, INPUT))
 

@@ -87,14 +87,14 @@ class SavedActivations:
 
     Attributes:
         mask: bytes of one element of a dropout mask (0: the bytes of an activation's element).
-        branch: whether a branch is kept until the backward pass of the layer that adds it to the residual stream, and
+        branch: whether a branch is kept until the backward pass of the layer that adds it to the residual stream and
             normalises the sum.
         gathered: whether the gathered input of a tensor-parallel layer is kept under sequence parallelism. Otherwise a
             slice of it is kept (Korthikanti et al. 2022, section 4.2.2).
         activated: whether an activation function that runs as several kernels keeps its intermediate results.
         again: the recomputation inside blocks, by a name of `shardlab.language.recompute_names` ("": none).
         unread: whether per-op recomputation keeps a product even if no backward pass reads it (the feed-forward's last
-            product), as without a compiler.
+            product). A compiler would drop it.
         copied: whether keys and values are copied into one tensor, and both copies are kept.
         made_again: whether inputs that only products read are recomputed instead of kept, as in Shardlab's executor.
     """
@@ -220,6 +220,8 @@ def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> in
 
 
 def _residuals(run: Run, rows: int) -> int:
-    """Return how many elements of the residual stream a layer computes as inputs of blocks, for attention's norms."""
+    """Return how many elements of the residual stream a layer computes that enter a block, at the norm before
+    attention.
+    """
     norms = [each for each in run.primitives[1:] if isinstance(each, Norm) and each.name == "ln_1"]
     return sum(rows * each.tokens * each.hidden_size for each in norms)

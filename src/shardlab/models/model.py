@@ -109,7 +109,8 @@ class Model(ABC):
         return self.run(layer).kernels(sequences, tokens, slices)
 
     def recomputed(self, layer: int, word: str) -> LayerRecomputation:
-        """Return the recomputed primitives and the kept tensors of a layer, if all blocks are recomputed in this way.
+        """Return the recomputed primitives and the kept tensors of a layer, if all blocks are recomputed as `word`
+        says.
 
         Args:
             layer: number of the layer.

@@ -137,7 +137,10 @@ def index_of(single: Path) -> Path:
 
 
 def shards_of(sizes: Iterable[int], single: str, shard_bytes: int) -> list[str]:
-    """Return the file name of each tensor, given the tensors' bytes, in order: one file, or several numbered ones."""
+    """Return, for each tensor, the name of the file that stores it: one file for all, or several numbered ones.
+
+    `sizes` are the tensors' bytes, in order.
+    """
     numbers: list[int] = []
     number = filled = 0
     for size in sizes:

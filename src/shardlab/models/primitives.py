@@ -68,7 +68,7 @@ class Primitive(ABC):
     whole: ClassVar[frozenset[str]] = frozenset()
     """Indices that must not be cut, because the primitive mixes their elements."""
     deals: ClassVar[frozenset[str]] = frozenset()
-    """Indices of the output of which a program may compute only some pieces, such as `expert` in a dispatch."""
+    """Indices of the output, such as `expert` in a dispatch, of which a program may compute only some pieces."""
     mixes_tokens: ClassVar[bool] = False
     """Whether the primitive mixes the tokens of a sequence."""
     atomic: ClassVar[bool] = False

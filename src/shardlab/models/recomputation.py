@@ -140,7 +140,8 @@ class LayerRecomputation:
         again: numbers of the layer's primitives that the backward pass runs again.
         inside: numbers of the layer's primitives that belong to blocks.
         kept: tensors that are computed in the layer, and kept for the layer's primitives.
-        keeps_input: whether one of these primitives needs the activation that enters the layer.
+        keeps_input: whether a backward pass or a recomputation in this layer needs the activation that enters the
+            layer.
         attends_again: whether attention as a separate op is recomputed.
     """
 

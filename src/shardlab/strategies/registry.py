@@ -86,7 +86,7 @@ class StrategyEntry:
         passes: names of the tape passes (None: those of the plan, if any); see `Plan.passes`.
 
     Symbols of `memory` and `sends`:
-        W, G, O: all weights, gradients and optimizer state. D and E: those of the dense layers and of the experts.
+        W, G, O: all weights, gradients and optimizer state. D and E: their parts in dense layers and in experts.
         A: elements of a microbatch's activation.
         L: layers (blocks, if layers are cut at half-blocks).
         m: microbatches in all. k = m / d: microbatches of each of d data-parallel ranks.

@@ -388,7 +388,7 @@ def _united_terms(forms: tuple[Form, ...]) -> Form | None:
 
 
 def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
-    """Return the mean, minimum or maximum of scalars. It covers each part of the model that any of the scalars covers."""
+    """Return the mean, minimum or maximum of scalars. It covers all parts of the model that any of them covers."""
     mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
     first = specs[0]
     holds = first.holds
@@ -432,7 +432,7 @@ def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | 
 
 @lru_cache(maxsize=1 << 12)
 def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
-    """Return the forms of a value that is cut into equal runs of its pieces of an index; None if these do not divide."""
+    """Return the forms of a value that is cut into equal runs of pieces of an index; None if they do not divide."""
     held = list(bits(dict(form.slices).get(index, form.space.full(index))))
     each, rest = divmod(len(held), parts)
     return None if rest else [with_pieces(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]

@@ -145,7 +145,7 @@ class RunningRank(Protocol):
     log: list[PuzzleEvent]
 
     def derive(self, *values: Any) -> None:
-        """Count values in the memory of the rank that it created, received or read just now."""
+        """Count, in the rank's memory, values that the rank created, received or read just now."""
 
 
 _running_rank: ContextVar[RunningRank | None] = ContextVar("shardlab_puzzle_rank", default=None)

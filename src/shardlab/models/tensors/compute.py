@@ -253,7 +253,7 @@ def _(primitive: Combine, operands: Operands) -> tuple[Tensor, ...]:
 
 
 def activate(activation: Activation, x: Tensor) -> Tensor:
-    """Apply an activation function: features of the first linear map (..., features) to (..., hidden)."""
+    """Apply an activation function to the features of a linear map (..., features). The result is (..., hidden)."""
     if activation == "gelu":
         return F.gelu(x)
     if activation == "gelu_tanh":
@@ -387,7 +387,7 @@ def time_kernels(product: Product, turns: range, budget: float) -> list[tuple[fl
 
     Returns:
         For each repetition, CPU seconds of this thread in oneDNN's and in torch's own kernel. CPU time excludes other
-        programs, and it includes the other threads of a product, because this one waits for them at the end.
+        programs, and it includes the other threads of a product, because this thread waits for them at the end.
     """
     rows, inputs, outputs, has_bias, backward = product
     weight, bias = torch.ones(outputs, inputs), torch.ones(outputs) if has_bias else None

@@ -83,7 +83,7 @@ class TensorLayer:
     def factors(
         self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share, dropout: Dropout | None
     ) -> Iterator[Tensor | None]:
-        """Yield, for each primitive, its operand other than parameters and inputs (None), such as a dropout mask."""
+        """Yield, for each primitive, its factor that is not a parameter, such as a dropout mask (None: it has none)."""
         rows, length = inputs[-1].shape[:2]  # the first input may be experts' buffers
         factor_inputs = FactorInputs(rows, length, share, None, parameters[0] if parameters else inputs[0])
         for step, factor_function in zip(self.layer.steps, self._factors, strict=True):

@@ -149,7 +149,7 @@ def layer_weights(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> 
 
 
 def cuts_of(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
-    """Return the cuts of a parameter, each with the number of the piece in a slice of the layer."""
+    """Return the cuts of a parameter, each with the number of the piece that slice `slice` of the layer has."""
     numbers = run.numbers(slice)
     return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.pieces)]
 
@@ -166,7 +166,7 @@ def cut_positions(length: int, cut: Cut, number: int) -> Tensor:
 
 
 class Matrix(NamedTuple):
-    """Shape of a parameter as matrices, one for each expert (1 if there are no experts)."""
+    """Shape of a parameter as one matrix for each expert (a single matrix if there are no experts)."""
 
     experts: int
     rows: int

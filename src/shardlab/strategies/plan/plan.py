@@ -239,7 +239,7 @@ class Plan:
 
     @property
     def recompute_inside(self) -> str:
-        """Name of a recomputation of parts of blocks, for predictions only ("": another recomputation)."""
+        """Name of a recomputation of parts of blocks, for predictions only ("": the plan has no such recomputation)."""
         return self.recompute if isinstance(self.recompute, str) and is_inside_blocks(self.recompute) else ""
 
     @property

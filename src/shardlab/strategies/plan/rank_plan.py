@@ -246,7 +246,9 @@ class ModelLayers:
 
     @cached_property
     def gathered_with(self) -> Sequence[int]:
-        """For each layer, the number of its block (or of the layer itself), whose weights are gathered together."""
+        """For each layer, the number of its block, or its own if each layer is a block. Layers with one number gather
+        their weights together.
+        """
         layers = range(len(self.layers))
         return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else layers
 
