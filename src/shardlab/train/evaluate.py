@@ -181,9 +181,10 @@ class TextJob:
         jobs: strategy and model, once for each width that sequences are padded to, in ascending order.
         folder: folder with the weights and their tokenizer.
         data: a file or a prepared folder.
-        seq_len: largest number of tokens of a sequence; at least the largest width.
+        seq_len: largest number of tokens of a sequence. No width is larger.
         batches: number of microbatches from the beginning of the text (None: all).
-        format, field: format of the file, and its field with the text; see `read_eval_text`.
+        format: format of the file (None: see `read_eval_text`).
+        field: field of a JSON line, or column of a Parquet file, that has the text.
     """
 
     jobs: tuple[Job, ...]
@@ -244,7 +245,8 @@ class TextJob:
 def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> list[int]:
     """Return the widths to which sequences are padded, ascending.
 
-    The largest is that of the longest sequence. A smaller one is added if it saves at least a third of the computation.
+    The largest is the length of the longest sequence, rounded up. A smaller width is added if it saves at least a third
+    of the computation.
 
     Args:
         lengths: lengths of the sequences.

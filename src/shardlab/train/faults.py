@@ -145,7 +145,7 @@ class Watch:
         """Return a report of where the ranks of this host are.
 
         Args:
-            fates: how each rank that has ended did so, such as `was killed (SIGKILL)`.
+            fates: by rank, for ranks that have ended: how they ended, such as `was killed (SIGKILL)`.
         """
         self.look()
         return report_text(self._ranks(fates, awaited=False))
@@ -208,7 +208,7 @@ class Watchdog:
     Args:
         rank: rank of this process.
         settings: settings of the watch.
-        gather: function that all ranks call together; it returns the argument of each rank.
+        gather: function that all ranks call together. It returns the arguments of all ranks, by rank.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Watchdog:
         os._exit(1)
 
     def _reports(self) -> bool:
-        """Return whether this rank reports for its host: the first that runs, or the first of all if none runs."""
+        """Return whether this rank reports for its host: the lowest rank that runs, or the lowest of all."""
         running = [rank for rank, each in self._ranks.items() if process_state(each.pid) is ProcessState.RUNS]
         return self._rank == min(running or self._ranks)
 

@@ -37,7 +37,7 @@ class ChatTemplate:
         render: function that formats messages as text, up to the beginning of the model's answer.
         ends: tokens that end an answer.
         stop: text that ends an answer (empty: none does).
-        begin: tokens before the rendered text; empty for the template of a folder, which contains them.
+        begin: tokens before the rendered text (empty: there are none, or the template writes them).
     """
 
     render: Callable[[Sequence[Message]], str]

@@ -187,10 +187,10 @@ class Corpus:
         Args:
             sources: texts, files of documents, and prepared folders.
             seq_len: tokens of a sequence.
-            tokenizer: encodes files, and must be the tokenizer of folders (None: files are bytes, and folders have
-                their own).
+            tokenizer: tokenizer that encodes the files. Prepared folders must have the same (None: the tokens of files
+                are bytes, and each folder has a tokenizer of its own).
             owner: owner of the tokenizer, for error messages.
-            verify: as in `from_folder`.
+            verify: compare the checksums of prepared folders, unless they are large.
 
         Raises:
             UserError: if a source cannot be read, or the tokens of two sources have different meanings.
@@ -221,7 +221,7 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """String that is equal for equal data and equal weights."""
+        """String that is equal for equal sources with equal weights in the mix."""
         shares = self.training.shares
         return repr([(origin.identity, share) for origin, share in zip(self.origins, shares, strict=True)])
 
@@ -232,14 +232,14 @@ class Corpus:
         return [{**origin.record(), "share": share / total} for origin, share in each]
 
     def require_vocabulary(self, vocab_size: int, weights_folder: str | None = None) -> None:
-        """Refuse a model whose vocabulary lacks tokens that occur.
+        """Refuse a model whose vocabulary lacks tokens that occur in the data.
 
         Args:
             vocab_size: size of the model's vocabulary.
-            weights_folder: folder of the model's weights (None: they are random). Their vocabulary cannot grow.
+            weights_folder: folder of the model's weights (None: they are random, and may have a larger vocabulary).
 
         Raises:
-            UserError: if the vocabulary is too small. The message has the largest token and the remedy.
+            UserError: if the vocabulary is too small. The message names the largest token and the remedy.
         """
         if vocab_size >= self.tokenizer.vocab_size:
             return

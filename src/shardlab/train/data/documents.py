@@ -140,7 +140,7 @@ class Input:
         path: the file.
         format: "text" (one document), "jsonl" (a document in each line), "parquet" (in each row) or "tokens" (documents
             end with the tokenizer's end token).
-        field: field of a line, or column, that has the text.
+        field: field of a JSON line, or column of a Parquet file, that has the text.
     """
 
     path: Path

@@ -24,7 +24,7 @@ from shardlab.train.data.tokenizers import ByteTokenizer, Tokenizer, same_tokens
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Text as sequences of single documents. The first token of a document is not predicted.
+    """Text, cut into sequences that each lie within one document. The first token of a document is not predicted.
 
     Attributes:
         run: the tokens of all documents.
@@ -67,7 +67,7 @@ class EvaluationText:
     def bytes(self, sequences: int) -> int:
         """Count the bytes of text of the targets of the first `sequences` sequences. An end token has no bytes.
 
-        A whole document counts with the bytes of its text minus the bytes of its first token.
+        For a whole document, these are the bytes of its text without those of its first token.
         """
         first, last, counts = self._documents
         counted = np.clip(sequences - (np.cumsum(counts) - counts), 0, counts)
@@ -114,7 +114,7 @@ def read_eval_text(
         tokenizer: the model's tokenizer (None: unknown; a folder then uses its own).
         seq_len: largest number of tokens of a sequence.
         format: text, jsonl, parquet or tokens (None: by the file's suffix; text for an unknown suffix).
-        field: field of a line, or column, that has the text.
+        field: field of a JSON line, or column of a Parquet file, that has the text.
         at_most: number of sequences after which reading may stop (None: read everything).
 
     Raises:
@@ -141,7 +141,7 @@ def read_eval_text(
 
 
 def count_first_token_bytes(run: TokenRun, tokenizer: Tokenizer) -> int:
-    """Count the bytes of the first token of each document, which is not predicted."""
+    """Count the bytes of text of all documents' first tokens, which are not predicted."""
     firsts = np.append(np.asarray(run.tokens[:1]), np.asarray(run.tokens)[run.starts])
     each, counts = np.unique(firsts, return_counts=True)
     sizes = [tokenizer.count_bytes(token[None]) for token in each]

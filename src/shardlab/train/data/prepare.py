@@ -139,7 +139,7 @@ class EncodedText:
 
     Attributes:
         tokens: the tokens of all documents.
-        ends: the boundaries of pieces and documents.
+        ends: where pieces and documents end in `tokens`.
         lost: characters or words without a token, and how often they occur.
     """
 
@@ -153,8 +153,8 @@ class EncodedPiece(NamedTuple):
 
     Attributes:
         tokens: the tokens, with those that begin and end the document.
-        size: bytes of text that they represent.
-        ends: whether the document ends with them.
+        size: bytes of text that the tokens represent.
+        ends: whether these are the last tokens of the document.
     """
 
     tokens: NDArray[np.int64]
@@ -291,7 +291,7 @@ class PieceBoundaries:
     Attributes:
         tokens: number of tokens before each boundary.
         bytes: number of bytes of text before each boundary.
-        documents: indices of the boundaries at which a document ends, after a 0 for the beginning.
+        documents: index 0 for the beginning, then the indices of the boundaries at which a document ends.
     """
 
     tokens: array[int] = field(default_factory=lambda: array("q", [0]))
@@ -306,7 +306,7 @@ class PieceBoundaries:
             self.documents.append(len(self.tokens) - 1)
 
     def split(self, validation: float) -> int:
-        """Return the index of the first validation token: at the requested share, or at a document's end nearby."""
+        """Return the index of the first validation token: where the share begins, or where a document nearby does."""
         total = self.tokens[-1]
         cut = min(max(1, int(total * (1 - validation))), total - 1)
         ends = np.frombuffer(self.tokens, np.int64)[np.frombuffer(self.documents, np.int64)]

@@ -211,9 +211,9 @@ class FileHash:
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """Find the tokenizer in a folder of weights, of a run or in Hugging Face's format; None if there is none.
+    """Find the tokenizer of the weights in a folder of a run or in Hugging Face's format; None if there is none.
 
-    For a checkpoint or a file of weights, it is the tokenizer of the run.
+    For a checkpoint or a file of weights of a run, it is the run's tokenizer.
 
     Raises:
         UserError: if its files are missing or have changed.
@@ -244,7 +244,7 @@ def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer in a folder of weights. If a run has recorded none, its tokens are bytes.
 
     Args:
-        folder: of a run, of a checkpoint, or in Hugging Face's format.
+        folder: folder of a run or of a checkpoint, or in Hugging Face's format.
         vocab_size: size of the model's vocabulary.
 
     Raises:
@@ -260,7 +260,7 @@ def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the record of a run's tokenizer: kind, sizes, and checksums of the files beside the weights."""
+    """Return the record of a run's tokenizer: its kind, vocabulary size and end token, and the hashes of its files."""
     sums = {name: asdict(FileHash.of_content(content)) for name, content in tokenizer.files().items()}
     return {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end, "files": sums}
 
@@ -280,7 +280,7 @@ def restore(kind: str, files: dict[str, bytes], end: int | None = None) -> Token
     Args:
         kind: kind of the tokenizer, as in a manifest.
         files: content of the tokenizer's files by name.
-        end: token that ends a document, if it is recorded.
+        end: recorded token that ends a document (None: the files say it).
     """
     makers: dict[str, Callable[[dict[str, bytes]], Tokenizer]] = {
         ByteTokenizer.kind: lambda files: ByteTokenizer(),
@@ -292,7 +292,7 @@ def restore(kind: str, files: dict[str, bytes], end: int | None = None) -> Token
 
 
 def run_folder(folder: Path) -> Path:
-    """Return the folder with the tokenizer of some weights: the run's, for a checkpoint or a file of weights."""
+    """Return the run's folder for one of its checkpoints or files of weights; any other folder as it is."""
     if folder.suffix == ".safetensors":
         return folder.parent
     return folder.parents[1] if folder.parent.name == "checkpoints" else folder

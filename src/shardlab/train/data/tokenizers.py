@@ -58,7 +58,7 @@ class Tokenizer(ABC):
         """Return the tokens of a text in which special tokens may be spelled out.
 
         Raises:
-            UserError: as `encode` does.
+            UserError: if the text cannot be encoded.
         """
         return self.encode([text.encode(errors="surrogateescape")])[0].tolist()
 
@@ -404,9 +404,9 @@ class HuggingFace(Tokenizer):
                 self._tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
 
     def _spelled(self, token: int) -> str:
-        """Return a token as the input of its decoder. Bytes that are a part of a character are escaped.
+        """Return the spelling of a token that the decoder gets. Bytes that may be a part of a character are escaped.
 
-        The library's own decoders turn such bytes into U+FFFD.
+        Otherwise the decoders of the library would turn such bytes into U+FFFD.
         """
         if (spelling := self._spellings.get(token)) is not None:
             return spelling
@@ -420,7 +420,7 @@ class HuggingFace(Tokenizer):
         return word
 
     def _knows(self, character: str) -> bool:
-        """Return whether a character has a token. A space counts as known, since some encode it only after a word."""
+        """Return whether a character has a token. Spaces count: some tokenizers encode them only after a word."""
         if character not in self._known:
             there = character.isspace() or bool(self._tokenizer.encode(character, add_special_tokens=False).ids)
             self._known[character] = there
@@ -428,7 +428,7 @@ class HuggingFace(Tokenizer):
 
 
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-"""Token of a byte of a character that has no token of its own (SentencePiece's byte_fallback)."""
+"""Pattern of byte tokens, which encode the bytes of characters without a token (SentencePiece's byte_fallback)."""
 
 ESCAPE_BASE = 0x10F000
 """Base of private code points. While a decoder works on a text, ESCAPE_BASE + b stands for a byte b from 128 to 255."""
@@ -519,7 +519,7 @@ class SpecialTokens(NamedTuple):
 
     Attributes:
         roles: text of each token by its role, such as eos_token.
-        added: tokens that are listed with their numbers.
+        added: text of each token that is listed with its number, by number.
         adds_begin: whether bos_token begins every text (None: decided by the post-processor).
         end: number of the token that ends a text, from the model's configuration.
     """
@@ -586,7 +586,7 @@ def find_end_token(config: SpecialTokens, vocabulary: Mapping[str, int], special
 
 
 def _load_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
-    """Return the ranks of byte pairs, as tiktoken reads them."""
+    """Return the rank of each token's bytes, as tiktoken reads them from GPT-2's files. Lower ranks merge first."""
     load = import_extra("tiktoken.load", "the tokenizer gpt2")
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():

@@ -1,4 +1,4 @@
-"""State of AdamW, converted with the weights: from a run's checkpoint to torchtitan's, and back to one of a run.
+"""State of AdamW, converted with the weights: from a run's checkpoint to torchtitan's, and back.
 
 `AdamState.of` finds the state in a source. `torchtitan_state` lists it under the names of torchtitan's checkpoints, and
 `write_checkpoint` writes it, with the weights, as a checkpoint of a run. Weights and moments are read and written in
@@ -46,7 +46,7 @@ class AdamState:
     """Weights, and the state of AdamW that belongs to them.
 
     Attributes:
-        weights: the exact weights.
+        weights: the weights, from their exact copies if there are any.
         moments: the moments by name.
         step: optimizer steps of the run.
         updates: updates of the optimizer. Skipped steps do not count.
@@ -164,12 +164,13 @@ def _group(config: OptimizerConfig, state: AdamState, decays: bool) -> dict[str,
 def write_checkpoint(
     state: AdamState, out: Path, settings: Path, shard_bytes: int, follow: Callable[[list[Any]], Iterable[Any]]
 ) -> list[OutputTensor]:
-    """Write a checkpoint from which a run goes on, with the data, learning rate and plan of given settings.
+    """Write a checkpoint from which a run can go on with the data, learning rate and plan of earlier settings.
 
     Args:
         state: weights and moments.
         out: folder of the run.
-        settings: folder with the settings and the state of a run: a checkpoint, or one that was exported.
+        settings: folder with a run's config.toml and state.json: a checkpoint, or the torchtitan checkpoint that was
+            converted from one.
         shard_bytes: largest size of a file in bytes.
         follow: function that wraps the iterator over the tensors, to show progress.
 

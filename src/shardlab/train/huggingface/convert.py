@@ -263,7 +263,7 @@ def _read_experts(
 def _read_parts(
     source: Source, block: int, parameter: Parameter, matrix: int, parts: Sequence[Part], start: int, stop: int
 ) -> Tensor:
-    """Read some rows of the tensor that consists of parts of a parameter, as the new file stores it."""
+    """Read rows `start` to `stop` of the new file's tensor that consists of the parts `parts` of a parameter."""
     part = parts[0]
     across = torch.arange(part.columns)
     if part.transposed:

@@ -57,7 +57,7 @@ def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
 
 
 def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
-    """Return the family of a model, and the model.
+    """Return the family to which a model belongs, and the model itself.
 
     Raises:
         UserError: if it belongs to none. The message lists every field that differs.
@@ -162,14 +162,14 @@ class Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix in the file."""
+        """Shape of the tensor, without the dim of experts."""
         rows = self.rows if self.heads is None else self.rows // self.heads.size * self.heads.stride or self.heads.size
         if self.vector:
             return (rows,)
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
     def theirs(self, rows: Tensor) -> Tensor:
-        """Return the indices of our rows in the tensor. Ours are counted from the part's first row."""
+        """Return the indices in the tensor of the rows `rows` of our matrix, counted from the part's first row."""
         return rows if self.heads is None else self.heads.places(rows)
 
 
@@ -240,9 +240,9 @@ class Family:
     """Family of models.
 
     Attributes:
-        config: its fields in config.json.
+        config: the family's fields in config.json.
         architecture: name of the family's class in config.json.
-        prefix: prefix of the names of tensors, which is missing if they were saved without the head.
+        prefix: beginning of the names of tensors. It is missing if the model was saved without the head.
         wants: fields of our model that config.json does not have, with the only value that is accepted.
         naming: names of the tensors.
         ignored: endings of the names of tensors that are not read.

@@ -1,7 +1,7 @@
 """Folders with the weights of a model, in any supported format. Any rows of a tensor can be read.
 
-`open_source` recognizes the format and checks the names and shapes of all tensors, but reads none. `initial_from`
-returns the function with which each rank of a training reads only the first weights that it holds.
+`open_source` recognizes the format and checks the names and shapes of all tensors. `initial_from` returns the function
+with which each rank of a training reads only the first weights that it holds.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class WeightSource:
         return wide
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Read some rows and columns of a parameter's matrix: (rows, columns). Few other rows are read from the disk.
+        """Read some rows and columns of a parameter's matrix: (rows, columns). Few rows besides these are read.
 
         Args:
             block: block of the parameter.
@@ -180,7 +180,7 @@ class WeightSource:
             ignored: endings of the names of further tensors that are accepted.
 
         Raises:
-            UserError: if not. The message names the tensors that are missing, superfluous, or of another shape.
+            UserError: if a tensor is missing, superfluous, or of another shape. The message names it.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for parameter, part in self.every_part():
@@ -234,7 +234,7 @@ class WeightSource:
         """Refuse a stored head that differs from the embedding to which it is tied.
 
         Raises:
-            UserError: with the remedy for each case.
+            UserError: if it differs. The message says how to use that head, and how to keep the heads tied.
         """
         whole = next((block, each) for block, each in parameters_of(self.model) if each.name == EMBEDDING)
         ((embedding,),) = self.parts(*whole)
@@ -254,7 +254,7 @@ Source = WeightSource | CheckpointSource
 
 
 def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] = lambda model, source: model) -> Source:
-    """Open the weights in a folder. All names and shapes are checked, and no tensor is read.
+    """Open the weights in a folder, and check all names and shapes. The weights themselves are read later.
 
     Args:
         folder: folder of a run (run.json and weights.safetensors), of a checkpoint, in Hugging Face's format
@@ -310,7 +310,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] = lambda m
 
 
 class _Unknown(Llama):
-    """Model of a folder that does not describe it."""
+    """Stands for the model of a folder that does not describe its model."""
 
 
 def _open_distributed(folder: Path, change: Callable[[Blocks, str], Blocks]) -> WeightSource:
@@ -360,7 +360,7 @@ def initial_from(folder: Path, model: Model) -> Initial:
     """Return a function that reads parts of a layer's flat buffer from a folder.
 
     Args:
-        folder: folder of a run, of a checkpoint, or in Hugging Face's format.
+        folder: folder with weights in any format of `open_source`.
         model: the model that is trained, split into layers or not.
 
     Raises:
@@ -415,7 +415,7 @@ def _some(names: list[str], most: int = 3) -> str:
 
 
 def _shared_fields(model: Model) -> dict[str, object]:
-    """Return the fields that are equal in all models with the same weights, with defaults filled in."""
+    """Return the fields that must be equal in two models with the same weights. Defaults are filled in."""
     if isinstance(model, GPT):
         equal = model.head_size * model.heads == model.hidden_size
         head_dim = None if equal else model.head_size

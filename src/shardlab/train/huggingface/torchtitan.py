@@ -31,12 +31,12 @@ HEAD, OLD_HEAD = "lm_head", "output"
 """Names of the head, the newest first."""
 
 QKV_MODULE, OLD_QKV, FUSED = "attention.qkv_linear", "attention", "attention.qkv_linear.wqkv.weight"
-"""Names of the module with queries, keys and values, the newest first, and of one tensor with all three."""
+"""Names of the module with queries, keys and values: today's, the older one, and a tensor with all three."""
 
 EXPERTS = ("moe.routed_experts.inner_experts.w1_EFD", "moe.routed_experts.inner_experts.w3_EFD")
 EXPERTS_OUT = "moe.routed_experts.inner_experts.w2_EDF"
 OLD_EXPERTS, OLD_EXPERTS_OUT = ("moe.experts.w1", "moe.experts.w3"), "moe.experts.w2"
-"""Names of the experts' matrices, each with all experts, the newest first."""
+"""Names of tensors that stack the matrices of all experts, as in release 0.2.2."""
 
 EXPERT_BIAS = "moe.expert_bias_E"
 EXPERT_BIASES = (f".{EXPERT_BIAS}", ".moe.expert_bias")
