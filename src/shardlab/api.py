@@ -184,7 +184,7 @@ class Prediction:
 
     @property
     def may_not_fit(self) -> str:
-        """Warning that less memory is free than the expected error of the predicted memory ("": enough is free)."""
+        """Warning if the step leaves less memory free than the expected error of its memory ("": it leaves enough)."""
         from shardlab.simulate.predict.confidence import may_not_fit
 
         return may_not_fit(self.confidence, self.forecast.memory.total, self.forecast.memory.capacity)

@@ -49,7 +49,7 @@ PAIRS = {
     "broadcast": ("scatter", "all_gather"),
     "reduce": ("reduce_scatter", "gather"),
 }
-"""Two collectives that give the result of another one if they run in sequence and the reduction is a sum."""
+"""For a collective: two others that, run in sequence, give the same result if the reduction is a sum."""
 
 LABELS = {
     "broadcast": "copy",
@@ -156,7 +156,7 @@ class Collectives:
 
 
 def is_same(results: dict[tuple[str, ...], Shown], name: str) -> bool | None:
-    """Return whether the pair of `PAIRS` gave the result of a collective on every rank (None: the pair was not run)."""
+    """Return whether a collective and its pair in `PAIRS` gave equal results on every rank (None: no pair was run)."""
     double = results.get(PAIRS.get(name, ()))
     return None if double is None else double.after == results[name,].after
 

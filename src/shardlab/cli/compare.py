@@ -45,7 +45,7 @@ SHOWN_RANKS = 8
 """Largest number of ranks that are shown. --json has all."""
 
 SHOWN_RUNS = 3
-"""Largest number of other runs in the parent folder of a run that are named."""
+"""Largest number of runs that are named because they are in the same parent folder as the compared run."""
 
 SHOWN_STEPS = 6
 """Number of steps for which the losses of several runs are shown. --json has all."""

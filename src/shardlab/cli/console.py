@@ -62,7 +62,7 @@ CLASS_GROUPS: dict[type[Any], str] = {
     PlanOptions: "plan",
     Pictures: "output",
 }
-"""Group of all options of a class."""
+"""Name of the group in the help that has all options of a dataclass."""
 
 
 @cache
@@ -542,7 +542,7 @@ def _field(option: Option) -> tuple[str, Any, Any]:
 
 
 def _dataclass_like(kind: type[Any], shown: list[tuple[str, Any, Any]]) -> type[Any]:
-    """Make a dataclass with these fields and the name and docstring of another one."""
+    """Make a dataclass with the fields `shown`, and with the name and the docstring of `kind`."""
     return make_dataclass(kind.__name__, shown, kw_only=True, namespace={"__doc__": kind.__doc__})
 
 

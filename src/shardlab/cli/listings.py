@@ -231,7 +231,7 @@ def sent_by(entry: StrategyEntry) -> Sent:
 
 
 def sends_text(entry: StrategyEntry) -> str:
-    """Return the formula of a rank's traffic, without multiplication signs, and its value in the example."""
+    """Return the formula of a rank's traffic, without multiplication signs, and the traffic counted by `sent_by`."""
     sent = sent_by(entry)
     return f"{entry.sends.replace(' * ', ' ')}: {sent}" if sent.traffic.bytes else str(sent)
 
@@ -479,7 +479,7 @@ def as_text(value: Any) -> str:
 
 
 def _provenance(figure: Figure, source: str) -> str:
-    """Return a figure's source (unless it equals `source`), what it was fitted to, and the ids of these runs."""
+    """Return a figure's source (unless it equals `source`), what it was fitted to, and the ids of the fitted runs."""
     parts = [
         f"{'assumed' if figure.assumed else 'source'}: {figure.source}" if figure.source not in ("", source) else "",
         f"fitted to: {figure.fitted_to}" if figure.fitted_to else "",

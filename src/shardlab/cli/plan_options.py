@@ -201,7 +201,7 @@ def checked(
 
 
 def cluster_called(name: str, *, other_machine: bool) -> Cluster:
-    """Return the cluster with a name such as `h100x16`, that of a file, or this machine by its profile (`local`).
+    """Return the cluster that a name describes: `h100x16`, the path of a file, or `local` (this machine's profile).
 
     Only a profile needs torch, in order to identify this machine.
 

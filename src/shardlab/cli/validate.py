@@ -98,7 +98,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _by_count(memory: DeviceMemory) -> dict[str, float]:
-    """Return a GPU's memory in GiB, by the kinds of memory that `measured` distinguishes."""
+    """Return a GPU's predicted memory in GiB by the way of measuring it: allocated, reserved, nvidia-smi."""
     bytes = {"allocated": memory.allocated, "reserved": memory.logged, "nvidia-smi": memory.total}
     return {name: each / GIB for name, each in bytes.items()}
 

@@ -368,5 +368,5 @@ def _split_evenly(runs: list[int], most: int) -> list[int]:
 
 
 def _experts(sizes: Sizes) -> list[int]:
-    """List the program layers that are experts of a mixture. Each layer of the model has one."""
+    """List the program layers with the experts of a mixture. Each layer of the model has one such program layer."""
     return [number for number, layer in enumerate(sizes.signatures) if "expert" in layer.cut]

@@ -372,7 +372,7 @@ def _share(page: Page, box: Box) -> None:
 
 
 def _places(looks: Looks) -> list[Item]:
-    """Return the entry that explains the lightness of colours, or the colours of layers (empty: there is only one)."""
+    """Return the entry for the shades of chunks or layers, or for the colours of layers (empty: there is only one)."""
     if looks.by == "pass" and looks.chunks:
         count, what = looks.chunks, "model chunk of the rank"
     else:

@@ -38,8 +38,8 @@ MOST_BOXES = 6000
 """Largest number of boxes in a picture. With more, a coarser detail is chosen."""
 
 NARROWEST_OP, NARROWEST_STAGE_OP, NARROWEST_PASS = 1.5, 5.0, 3.5
-"""Smallest median widths in points for each detail: of FORWARD ops drawn as ops without a pipeline, of FORWARD ops
-drawn as ops in a pipeline, which show microbatch numbers, and of passes."""
+"""Smallest median widths in points. Boxes are ops if FORWARD ops are at least this wide, without a pipeline or in one
+(where ops show microbatch numbers). Otherwise they are passes if passes are at least this wide."""
 
 SAMPLED = 8
 """Number of rows whose passes are measured to choose the detail."""

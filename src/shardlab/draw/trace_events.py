@@ -37,11 +37,11 @@ NANO = 1e9
 """Nanoseconds in a second or a time unit. Viewers have no finer resolution, so times are rounded before comparisons."""
 
 Shown = tuple[Timeline, Sequence[Counter] | None]
-"""Timeline, with the memory of each row by category (None: memory is a single number)."""
+"""Timeline, with the memory of each row by category (None: the trace shows only the total)."""
 
 
 def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
-    """Write a trace of timelines, each under its key, atomically."""
+    """Write a trace of timelines, by name, to a file atomically."""
     with atomic_file(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
         for place, event in enumerate(trace_events(shown)):

@@ -129,7 +129,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Prepare an ALL_GATHER, or a GATHER on the root: weights into their buffer, other values into new memory."""
+    """Prepare an ALL_GATHER or GATHER. Weights are gathered into their buffer, other values into new memory."""
     (given,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
 
     def gather(whole: Sequence[torch.Tensor], piece: torch.Tensor) -> Wait:
@@ -180,7 +180,7 @@ def _given(state: State, op: Op) -> list[Spec]:
 def _gather_apart(
     state: State, gather: Callable[[Sequence[torch.Tensor], torch.Tensor], Wait], op: Op, ranks: int, join: Join
 ) -> Start:
-    """Prepare a gather whose pieces are not contiguous in the result. They are copied there once all have arrived."""
+    """Prepare a gather whose pieces are not contiguous in the result. Once all have arrived, they are joined."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
 
     def start() -> Wait:
@@ -207,7 +207,7 @@ def places_of(state: State, op: Op) -> list[int]:
 
 
 def _pieces(member: Spec, of: int) -> int:
-    """Return the pieces of a member's input as a bit set: microbatches, or slices if the layer is cut into `of`."""
+    """Return a bit set of a member's pieces: the microbatches of rows, else the slices of a layer cut into `of`."""
     if member.kind in ROW_KINDS:
         return member.microbatches
     return member.holds.refined(of).mask

@@ -72,7 +72,7 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 
 
 def backward(state: State, at: int, op: Op) -> Instruction:
-    """Run the whole backward pass. A weight gradient that the tape only adds to an older one is accumulated there."""
+    """Run the whole backward pass. If the tape only adds the weight gradient to an older one, accumulate it there."""
     grad_weight, *outputs = op.outputs
     layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, at, op)
     back = _back(state, op, outputs)
@@ -229,7 +229,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     first = state.first_token(spec) if stats else 0
 
     def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
-        """Split a tensor with rows in `dim` and tokens in the next dim into pieces."""
+        """Cut a tensor (rows in `dim`, tokens in the next dim) into the parts whose losses are summed separately."""
         if len(owned) == 1:
             return [whole]
         return [piece for row in whole.chunk(microbatches, dim) for piece in row.chunk(slices, dim + 1)]
@@ -367,8 +367,8 @@ def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
 def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
     """Return a function of (accumulate, waiting) that computes the inputs' gradients, and stores them as `outputs`.
 
-    The parameters' gradients go to `accumulate` (see `Accumulate`); `waiting` has those that are deferred. An input's
-    gradient does not share memory with any other gradient, because other ops overwrite it.
+    The parameters' gradients are passed to `accumulate` (see `Accumulate`), which may add them to `waiting` to defer
+    them. An input's gradient does not share memory with any other gradient, because other ops overwrite it.
     """
     (_, gradient, weight, saved, *carried), values = op.inputs, state.values
     own, passes = own_columns(state, op), state.passes[op.layer]

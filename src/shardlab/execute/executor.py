@@ -41,19 +41,19 @@ class Executor:
         rank: number of this rank.
         model: the model.
         batches: source of the batches.
-        settings: seed, dtype, device, optimizer.
+        settings: settings of the run, such as its seed, precision, device and optimizer.
         backend: backend of the process group, such as "gloo". The program must be able to run on it.
         observer: function that is called with every gradient before its update.
         groups: process groups that exist already; new ones are added (see `Communicator`).
-        weights_of: state of another program whose weights and optimizer states this program shares. This program is the
-            forward half of the other one, or differs from it in the number of microbatches.
+        weights_of: state of another program. Its weights and optimizer states are used instead of new ones (None:
+            create them). This program is the forward half of the other one, or has another number of microbatches.
 
     Attributes:
         state: the rank's tensors.
         batches: source of the batches.
         links: the rank's communication.
         instructions: one call for each op of the tape.
-        graph: captures and replays steps; None if steps run op by op.
+        graph: runner that captures and replays steps; None if all steps run op by op.
 
     Raises:
         Refused: if the program cannot run on this backend.
@@ -154,7 +154,7 @@ class Executor:
         return lambda: waits.__setitem__(handle, start())
 
     def _prepare_together(self, at: int, op: Op) -> Instruction:
-        """Prepare one of several collectives that run as one. The last op of the batch starts it."""
+        """Prepare an op of a batch of collectives that run as one. The last op of the batch starts all of them."""
         waits, together = self._waits, self.state.analysis.buckets.batches[op.batch]
         if at != together[-1]:
             return lambda: None
@@ -177,7 +177,7 @@ class DeviceGraph(Protocol):
     """Sequence of device operations that can be repeated with the same memory."""
 
     def capture(self, ops: Callable[[], None]) -> None:
-        """Record the operations of a call without running them."""
+        """Record the device operations of the call `ops()` without running them."""
         ...
 
     def replay(self) -> None:
@@ -254,7 +254,7 @@ class StepGraph:
         self._squared_norm: float | Tensor = math.nan
 
     def run(self, ops: Callable[[], None]) -> None:
-        """Run a step, op by op with the function `ops`, or by a replay. The state already has the step's batch."""
+        """Run a step: op by op, by calling `ops`, or as a replay. The state already has the step's batch."""
         state = self._state
         if self._left:
             ops()

@@ -105,7 +105,7 @@ def kept_by_rank_0(kept: KeptChoices | None = None) -> Choices:
 
 
 def rows_of(chosen: Mapping[Product, bool | None]) -> list[list[int]]:
-    """Return choices as rows of a JSON file. Products without a choice use torch's own kernel."""
+    """Return choices as rows of a JSON file. A product without a choice (None) is written as torch's own kernel."""
     return [[*map(int, product), int(bool(onednn))] for product, onednn in sorted(chosen.items())]
 
 

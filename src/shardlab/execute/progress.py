@@ -39,13 +39,14 @@ class TapePosition(NamedTuple):
 
 
 class RankProgress:
-    """Progress of one rank as words in shared memory, then as text the stacks that it writes on request or on failure.
+    """Progress of one rank in a file that other processes map: a page of 64-bit words, followed by text.
 
-    The memory is an anonymous file, so nothing remains when a process is killed. A started process receives it from the
-    process that starts it. Other processes of the host open it by `path`.
+    The text has the rank's stacks, which it writes on request or on failure. The file is anonymous, so nothing remains
+    when a process is killed. A started process receives it from the process that starts it. Other processes of the host
+    open it by `path`.
 
     Attributes:
-        words: the words of this process, written one aligned word at a time.
+        words: words that this process writes, one at a time: those of its file after `take`, until then private ones.
     """
 
     words: ClassVar[Any] = array("q", bytes(72))

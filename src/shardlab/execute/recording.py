@@ -141,7 +141,10 @@ class DeviceStopwatch:
         return work.wait, lambda: self._read(event)
 
     def _watch_wait(self, work: Any) -> tuple[Wait, Read]:
-        """Return the wait of an NCCL batch, and the time after it. A batch has no future (endCoalescing)."""
+        """Return a function that waits for an NCCL batch, and one that reads the time at which this wait returned.
+
+        A batch has no future (endCoalescing) that would be completed with its communication.
+        """
         over: list[Read] = []
 
         def wait() -> None:
@@ -276,7 +279,10 @@ class OpTimer:
         return run
 
     def _watched(self, work: Any) -> Wait:
-        """Return the wait of a work, as `Communicator.wait_of` does, and watch the work. Called in order of the ops."""
+        """Return the function that waits for a work, and record when the work ends. It replaces `Communicator.wait_of`.
+
+        It is called for the works of the step in tape order.
+        """
         at = next(self._issuing)
         wait, over = self._watch.watch(work, batched=at in self._batched)
         self._over[at].append(over)

@@ -19,7 +19,7 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 
 
 def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
-    """Prepare a SLICE: a part of the value's tensor, or of an optimizer state the optimizer of the slice's elements."""
+    """Prepare a SLICE. It gives a part of the value's tensor; for an optimizer state, the optimizer of the slice."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
     whole, part = state.specs[given], state.specs[output]
     if part.kind is Kind.OPT_STATE:
@@ -30,7 +30,7 @@ def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
 
 
 def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
-    """Prepare to concatenate pieces in new memory, or in a buffer for a weight."""
+    """Prepare a CONCATENATE, into new memory or into the buffer of a weight."""
     given, (output,), values = op.inputs, op.outputs, state.values
     whole = state.specs[output]
     if whole.kind is Kind.OPT_STATE:
@@ -77,7 +77,7 @@ def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
 
 
 def index_apart(members: Sequence[Spec]) -> str | None:
-    """Return the name of the index of which the members have different pieces (None: they differ in rows or tokens)."""
+    """Return the name of an index by whose pieces the members differ (None: they differ only in rows or tokens)."""
     indices = {index for member in members for index, _ in member.form.slices}
     return next((index for index in indices if len({member.pieces(index) for member in members}) > 1), None)
 

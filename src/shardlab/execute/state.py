@@ -53,12 +53,13 @@ class State:
         captured: whether the step is being captured (see `StepGraph`). Scalars of the step are then device tensors, ().
         loss_owners: (rank, index of the op) of the LOSS that reports each cell of the batch, by cell.
         stepping: slices whose gradients are set, and that will be updated in one call.
-        loss_scale: factor by which losses are multiplied in float16; otherwise its scale is 1.
+        loss_scale: loss scale of float16; in other precisions, its `scale` is 1.
         finite: whether all norms of the step's gradients have been finite so far.
         not_finite: first layer of the step whose gradient on this rank is not finite (None: there is none).
         squared_norm: squared norm of the step's whole gradient; NaN if the program computes none.
         passes: forward and backward pass of each layer that this rank computes, by layer.
-        loss: sum of the losses of the tokens that this rank reports, and their number: (2,) float64, on the device.
+        loss: sum of the losses of the tokens that this rank reports, and the number of these tokens: (2,) float64, on
+            the device.
         rehearses: whether the tape runs without dropout and without changes to tensors that outlive the step.
     """
 
@@ -267,7 +268,7 @@ class State:
         return make
 
     def take_side_by_side(self, number: int) -> Tensor | None:
-        """Return a gradient and those adjacent to it as one tensor; None if there are none, or at a second call."""
+        """Return a gradient and those adjacent to it as one tensor. None if there are none, or they were returned."""
         return self._side_by_side.pop(self.analysis.buckets.first.get(number, -1), None)
 
     def fill_buffer(self, slot: int, length: int) -> Tensor:
@@ -284,7 +285,7 @@ class State:
         memory.resize_(0)
 
     def kept_memory(self, number: int) -> Tensor:
-        """Return the kept memory at which a weight arrives. It is allocated again if it was freed."""
+        """Return the memory of the kept weight that an arriving weight replaces. If it was freed, allocate it again."""
         key = self.analysis.kept.final[number]
         if size := self._given_back.pop(key, 0):
             self.kept[key].untyped_storage().resize_(size)
@@ -295,9 +296,9 @@ class State:
         self.buffers[slot].untyped_storage().resize_(0)
 
     def weights_of(self, layer: int, number: int) -> list[Tensor]:
-        """Return views of a layer's parameters in a weight value, by its number.
+        """Return views of a layer's parameters in the weight with this value number.
 
-        They are created once for each buffer and layer.
+        The views are created once for each buffer and layer.
         """
         flat: Tensor = self.values[number]
         before = self._last_weights.get((layer, number))
@@ -345,9 +346,10 @@ class State:
         return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
-        """Create the optimizer of some slices. It updates the kept weights that contain them, else weights of its own.
+        """Create the optimizer of some slices.
 
-        If the kept weights lie in another place than that of the update, each update receives a copy of them.
+        It updates the kept weights that contain the slices or, if there are none, weights that are created here. If the
+        kept weights lie in another place than the update, each update receives a copy of them.
         """
         owner = self.analysis.kept.memory_of(layer, holds)
         place = self.analysis.stepped_at.get((layer, holds), "")

@@ -26,7 +26,7 @@ from shardlab.language.rules.spec import fraction_held, fraction_of_pieces
 from shardlab.models import LayerLayout, Model
 
 _BUFFERED = COMMUNICATION | {OpKind.CONCATENATE, OpKind.CAST}
-"""Ops whose outputs are weights with memory that is allocated and freed repeatedly."""
+"""Kinds of ops that write a weight into a buffer, whose memory is allocated for the weight and freed after it."""
 
 
 class Analysis:
@@ -40,16 +40,16 @@ class Analysis:
             reads.
         gradient_factor: factor of the gradients of a backward pass, by the number of the value saved in the forward
             pass.
-        kept: weights that outlive the step, and weights that are received into their memory.
-        homes: number of the value whose memory another value uses, by the number of that other value: a slice, or a
-            weight that an update writes.
+        kept: weights that outlive the step, and weights that are received into the memory of such a weight.
+        homes: for each value that lies in another value's memory (a slice, or a weight that an update writes): the
+            number of that other value.
         stepped_at: place where an update is computed (device or host), by the (layer, slices) of its optimizer state.
         slot: index of the buffer of each gathered or received weight, by the number of the weight.
         slots: number of buffers.
         consecutive_updates: indices of UPDATE ops that run in one call with the UPDATE after them.
-        last_reads: number of the activation that a FORWARD or RECOMPUTE is the last op to read, by the index of the op.
-        last_copies: indices of collectives that send a copy of an activation or its gradient, and are the last op to
-            read it.
+        last_reads: for each FORWARD or RECOMPUTE after which no op reads its activation: the number of the activation.
+        last_copies: indices of collectives that send a copy of an activation or gradient that no other op reads
+            afterwards.
         empties: index of the buffer that is freed after an op, by the index of the op.
         leaves_room: number of a kept weight whose memory is unused after a FREE, until a new weight arrives there; by
             the index of the FREE.

@@ -55,7 +55,7 @@ class CollectiveBench:
 
     @property
     def each(self) -> float:
-        """Seconds for each measurement of a point: alone, and in three kinds of rounds, short and long."""
+        """Seconds for each measurement of a point: the collective alone, and three kinds of rounds, short and long."""
         return self.seconds / (1 + 3 * len(COMPUTE_SECONDS)) if self.overlap else self.seconds
 
     def plan(self) -> Iterator[tuple[int, str, int]]:
@@ -255,7 +255,7 @@ class CollectiveCase:
 
 
 def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
-    """Return a collective on about `size` bytes of float32 numbers: as many for each rank of the team.
+    """Return a collective on about `size` bytes of float32 numbers, which divide evenly among the team's ranks.
 
     The first rank of the team is the root, if the collective has one.
     """
@@ -274,7 +274,7 @@ def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
 
 
 def _expected(kind: str, elements: int, team: Team) -> Tensor:
-    """Return the correct result of a rank that has one. An input piece is the beginning of the rank's whole tensor."""
+    """Return the correct result on this rank. A rank whose input is a piece gives the first piece of its `values`."""
     if kind in ("broadcast", "scatter"):
         whole = team.values(0, elements)
     elif "reduce" in kind:
@@ -318,7 +318,7 @@ class MeasuringRanks:
         self.device = device
 
     def team(self, size: int) -> Team:
-        """Return this rank's team if the world is split into teams of consecutive ranks. Every rank calls this."""
+        """Split the world into teams of `size` consecutive ranks, and return this rank's. Every rank calls this."""
         first = self.rank // size * size
         ranks = tuple(range(first, first + size))
         group = dist.group.WORLD if size == self.size else dist.new_group(list(ranks), use_local_synchronization=True)

@@ -295,17 +295,17 @@ class CollectivePoint:
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes per second."""
+        """Bytes of the whole value per second."""
         return algorithm_bandwidth(self.bytes, self.seconds)
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second."""
+        """Bytes per second that each rank's link carries."""
         return bus_bandwidth(self.kind, self.bytes, self.ranks, self.seconds)
 
     @property
     def cs336_bandwidth(self) -> float | None:
-        """Bandwidth as CS336 computes it, in 2^30 bytes per second; None if it does not."""
+        """Bandwidth as CS336 computes it, in 2^30 bytes per second; None if CS336 does not measure this collective."""
         return cs336_bandwidth(self.kind, self.bytes, self.ranks, self.seconds)
 
 
@@ -376,7 +376,7 @@ class LayerPoint:
         dtype: dtype of weights and activations.
         processes: number of processes that computed at the same time, each on its own device or core.
         seconds: seconds of one call: the mean over processes of the median over steps.
-        fastest: seconds of the fastest calls, which are far below `seconds` if the machine was busy.
+        fastest: seconds of one call if each process's fastest call counts. Far below `seconds` if the machine was busy.
         kernels: (family, FLOPs, bytes) of each kernel.
     """
 

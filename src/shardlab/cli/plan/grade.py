@@ -51,7 +51,7 @@ def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
 
     Args:
         runs: file of measured runs.
-        recipe: recipe of all runs (None: that of each run).
+        recipe: recipe for the predictions of all runs (None: each run has its own).
         json: whether to print JSON.
 
     Raises:

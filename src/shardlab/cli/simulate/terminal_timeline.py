@@ -179,9 +179,9 @@ def distinct_rows(timeline: Timeline, columns: Sequence[Sequence[str]] = ()) -> 
 
 
 def hidden_ops(events: Iterable[Event], segment: Segment, signs: str) -> Counter[OpKind]:
-    """Count the ops in the middle of a segment that its signs do not show.
+    """Count by kind the ops that the signs of a segment do not show. An op belongs to the segment with its midpoint.
 
-    An op is shown if a cell that it touches has its sign, or for communication a small letter.
+    An op is shown if a cell that it touches has the sign of its kind; a communication also by a small letter.
     """
     cells = len(signs) / (segment.end - segment.start)
     hidden = Counter[OpKind]()

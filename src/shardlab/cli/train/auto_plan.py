@@ -159,8 +159,8 @@ def measure_fastest(
     """Time steps of several plans in rotation on the ranks of a run, and return the run with the fastest plan.
 
     The program of each plan is first rewritten by the passes that help it. If `prove` accepts fewer than two plans,
-    nothing is measured. Then, or if a rank that this process has started fails (for example because memory runs out),
-    the accepted plan that is predicted fastest is returned.
+    nothing is measured. In this case, and if a rank that this process has started fails (for example because memory
+    runs out), the result is the run with the first accepted plan, which is predicted fastest.
 
     Args:
         planned: plans to measure.

@@ -231,7 +231,7 @@ class View(StepOptions):
         return PageContents(path.stem, str(path), packed, figures, in_seconds=True, rows=rows)
 
     def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
-        """Refuse options of a step, except those of `but`, together with a run or a trace that determines the step."""
+        """Refuse options of a step, except those in `but`, for a run or a trace, which already determines its step."""
         kept = {"strategy", "out", "force", "json", *but}
         for each in fields(self):
             if each.name not in kept and getattr(self, each.name) != each.default:

@@ -12,8 +12,8 @@ from shardlab.common.text import seconds_text
 from shardlab.simulate.timeline.figures import Figures, IdleCause
 
 UNEQUAL = 0.0005
-"""Smallest excess of the longest compute time of a rank over the mean, as a share of the mean, for which the rank is
-named as a straggler."""
+"""A rank is named as a straggler if its compute time is the longest, and exceeds the mean by at least this share of
+the mean."""
 
 
 def figures_report(

@@ -44,7 +44,7 @@ class ShownTimeline:
         name: "predicted" or "measured"; empty if there is only one.
         timeline: timeline of the step.
         counters: memory of each row by category over time (empty: unknown).
-        path: critical path of the timeline (None: the page follows the causes of its ops).
+        path: critical path of the timeline (None: the page computes it from the causes of the ops).
         bubble: bubble of the pipeline's schedule (None: unknown, or no pipeline).
     """
 
@@ -186,7 +186,7 @@ def _add_counters(columns: Columns, number: int, counters: Sequence[Counter], ro
 
 
 def _add_ops(columns: Columns, step: Step) -> dict[str, Any]:
-    """Add the columns of ops, values, communications and lines; return their tables."""
+    """Add the columns of ops, values, communications and lines. Return the tables of texts to which they refer."""
     program, traced = step.traced.program, step.traced
     texts, groups, files = Numbering[str](), Numbering[str](), Numbering[str]()
     specs, forms, cells = Numbering[tuple[object, int]](), Numbering[object](), Numbering[int]()

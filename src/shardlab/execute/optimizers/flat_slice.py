@@ -45,10 +45,10 @@ def torch_optimizers(
     *,
     fused: bool = True,
 ) -> list[TensorOptimizer]:
-    """Return the optimizers of some tensors: Muon for `matrices`, another for the rest, and last the moving average.
+    """Return the optimizers of some tensors, and last their moving average.
 
-    With Muon, AdamW updates the rest. `matrices` and `decayed` have weight decay, `others` do not. An optimizer without
-    tensors is left out.
+    Muon updates `matrices`. The optimizer of `config` updates the rest, or AdamW if that is Muon. `matrices` and
+    `decayed` have weight decay, `others` do not. An optimizer without tensors is left out.
     """
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
@@ -142,7 +142,7 @@ class Slice:
         self.copied = 0  # bytes of copies of the gradient in `take`
 
     def carry(self, weights: list[Tensor]) -> None:
-        """From now on, update other tensors with these elements: copies of weights kept on the host or disk."""
+        """From now on, update `weights` in place of earlier tensors: copies of weights kept on the host or disk."""
         self.weights = weights
         if self.exact:
             return

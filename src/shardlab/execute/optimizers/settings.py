@@ -178,7 +178,7 @@ class OptimizerConfig:
 
     @property
     def decay(self) -> int:
-        """Steps in which the learning rate decays."""
+        """Number of steps over which the learning rate decays."""
         if self.decay_steps is not None:
             return self.decay_steps
         after = self.schedule_steps - self.warmup_steps

@@ -270,7 +270,7 @@ class Neighbours:
     def _wait_for_signal(self, seconds: float) -> bool:
         """Wait for a signal for some seconds, and read the messages of the ranks that sent one.
 
-        While ops are timed, a separate thread waits for each. One of these threads then reads for all.
+        While ops are timed, each communication has a thread that waits for it. One of these threads reads for all.
 
         Returns:
             Whether a signal arrived.
@@ -506,7 +506,7 @@ class SharedMemory:
         return tensors
 
     def write_message(self, reader: int, channel: int, offset: int) -> None:
-        """Append a message to a rank's queue, whose tensors are in the buffer at `offset`.
+        """Append a message to a rank's queue. The tensors of the message are in the buffer at `offset`.
 
         Raises:
             MemoryError: if the queue is full.
@@ -628,7 +628,7 @@ WINDOW_MESSAGES = 4
 
 
 class SendWindow:
-    """Send window of a channel between two ranks: the messages that the sender may be ahead of the reader.
+    """Send window of a channel between two ranks: the number of messages that the reader may have yet to receive.
 
     The window has `WINDOW_MESSAGES` messages, or more if their total size is at most `WINDOW_BYTES`. The wait of a send
     beyond the window ends when the reader has begun enough receives. On gloo, every send waits for its receive, so a

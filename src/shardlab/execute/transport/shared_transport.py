@@ -36,7 +36,7 @@ class SharedTransport:
     """Shared memory among the members of a group. `Transport` describes the verbs.
 
     Args:
-        here: this rank's connections. All other members with which it exchanges messages must be neighbours.
+        here: this rank's connections. All members with which this rank exchanges messages must be neighbours.
         name: name of the group, equal on all members and different for each group.
         members: ranks of the members, in group order.
     """
@@ -156,7 +156,7 @@ class SharedTransport:
         """Receive pieces from each other member, and copy this rank's own pieces.
 
         Args:
-            outputs: places of the pieces of each member.
+            outputs: for each member, the tensors that receive its pieces.
             own: this rank's pieces. They must not change until the wait has ended.
         """
         places = [*outputs[: self._mine], *outputs[self._mine + 1 :]]

@@ -127,7 +127,7 @@ class Finding:
 
     Attributes:
         check: name of the check.
-        present: description of the host in this respect.
+        present: description of what the check found.
         remedy: advice if the state is not "ok".
         state: "ok", "warning" (training works, but slowly or not for long) or "error" (it does not work).
         host: name of the host; empty if the finding is about all hosts.

@@ -61,7 +61,7 @@ class WorldFacts:
 
     Attributes:
         hosts: facts of each rank, in order.
-        links: link from each rank to the next. With more than two ranks, rank 0 is next to the last rank.
+        links: link from each rank to the next one. With more than two ranks, rank 0 follows the last rank.
         clocks: offset of each rank's clock from rank 0's, in seconds.
     """
 

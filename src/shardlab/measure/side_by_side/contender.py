@@ -81,8 +81,8 @@ class GPTModule(nn.Module):
     Args:
         model: the whole model.
         layers: indices of the blocks.
-        slices: number of slices of the heads, of the hidden features of MLPs, and of the vocabulary of the head. The
-            module has one slice.
+        slices: number of slices into which the attention heads, the hidden features of MLPs and the vocabulary of the
+            output layer are split. The module has one slice of each.
     """
 
     def __init__(self, model: GPT, layers: range, slices: int = 1) -> None:

@@ -83,7 +83,7 @@ class TorchRanks:
         return group
 
     def mesh(self, module: GPTModule, *shape: int) -> DeviceMesh:
-        """Create a device mesh. Its names are new, since DTensor's caches treat meshes of equal names as one."""
+        """Create a device mesh. Its dims get new names, since DTensor's caches treat meshes of equal names as one."""
         number = next(_mesh_numbers)
         names = tuple(f"mesh_{number}_{dim}" for dim in range(len(shape)))
         backends: Any = None

@@ -286,7 +286,7 @@ def time_passes_rank(
 
 @kernel_choices({})
 def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race) -> list[float]:
-    """Return the seconds of a step of every job: those of its slowest rank, and of these the median over rounds.
+    """Return the seconds of a step of every job: the median over rounds of the time on the slowest rank.
 
     Every rank returns the same result.
 
