@@ -285,3 +285,10 @@ def test_a_notebook_shows_verdict_and_goals_as_text_and_the_picture_of_a_right_p
     slow = grade(bare("ddp", goals=Goals("a test", time=1)), DDP.solution)._repr_html_()
     assert "<tr><th>time</th><td>7.72</td><td>1</td><td><b>missed</b></td></tr>" in slow
     assert "<td>786,432</td><td>none</td><td></td>" in slow
+
+
+def test_the_sentences_of_a_grade_as_plain_text_are_wrapped(tmp_path: Path) -> None:
+    result = grade_text(find("one_rank"), find("one_rank").start_text, tmp_path)
+    assert max(map(len, result.verdict.splitlines())) > 80
+    assert max(map(len, repr(result).splitlines())) <= 80
+    assert " ".join(repr(result).split()).endswith(" ".join(result.verdict.split()))

@@ -70,7 +70,7 @@ async def without_reducing(model: Model) -> None:
 def test_a_wrong_solution_gets_the_reason() -> None:
     result = grade("ddp", without_reducing)
     assert not result.correct
-    assert re.search(r"\nWrong: \S+solutions\.py:\d+: rank 0, op 0 update\(layer 0\): microbatches 1-3 ", str(result))
+    assert re.match(r"Wrong: \S+solutions\.py:\d+: rank 0, op 0 update\(layer 0\): microbatches 1-3 ", result.verdict)
 
 
 def test_a_solution_that_hands_in_nothing_is_wrong() -> None:
@@ -147,6 +147,7 @@ def test_where_nothing_was_timed_a_notebook_shows_only_text() -> None:
     assert escape(result.verdict) in result._repr_html_()
     assert "<img" not in result._repr_html_()
     assert repr(result) == str(result)
+    assert all(len(line) <= 80 for line in repr(result).splitlines()), "a sentence is broken between words"
     with pytest.raises(UserError, match="nothing was timed"):
         result.draw()
 

@@ -20,6 +20,7 @@ from shardlab.check import Checked
 from shardlab.check import check as check_program
 from shardlab.check.report import Retrace
 from shardlab.common.errors import error_text
+from shardlab.common.text import wrap_words
 from shardlab.common.user_code import Endless, SourceLine, Stalled, at_line, line_of_error, never_awaited, run_stepwise
 from shardlab.language import OpKind, Refused, Spec, UserError, World, trace
 from shardlab.language.precision import find_precision
@@ -27,7 +28,7 @@ from shardlab.learn.course.catalogue import find as find_exercise
 from shardlab.learn.course.exercise import Exercise, Mistake
 from shardlab.learn.course.techniques import COMPUTES, live_values, values_text
 from shardlab.learn.puzzles.calls import dropped_coroutine
-from shardlab.learn.puzzles.grader import GoalRow, Puzzle, checked_strategy, function_of, grade_html
+from shardlab.learn.puzzles.grader import TEXT_WIDTH, GoalRow, Puzzle, checked_strategy, function_of, grade_html
 from shardlab.learn.puzzles.grader import find as find_puzzle
 from shardlab.learn.puzzles.values import timeline_picture
 from shardlab.models import find_model
@@ -190,7 +191,7 @@ class ExerciseGrade:
             f"  {row.name:<15}{row.value:>14}   goal {row.goal or '-':>14}{'   missed' * row.missed}"
             for row in self.rows()
         ]
-        return "\n".join([self.title, *rows, self.verdict])
+        return "\n".join([self.title, *rows, wrap_words(self.verdict, TEXT_WIDTH)])
 
 
 def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:

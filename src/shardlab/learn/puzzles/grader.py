@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
 from selectors import DefaultSelector, SelectorKey
-from textwrap import wrap
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +23,7 @@ from shardlab.check.report import FileCheck
 from shardlab.common.errors import About, unknown_name
 from shardlab.common.fields import read_value
 from shardlab.common.files import load_table
-from shardlab.common.text import counted
+from shardlab.common.text import counted, wrap_words
 from shardlab.common.user_code import Stoppable, Stopped, display_path, never_awaited, run_stoppable, user_line_of
 from shardlab.language import Mesh, Refused, Sizes, Strategy, UserError
 from shardlab.learn.puzzles.calls import PuzzleRefused, dropped_coroutine
@@ -78,6 +77,9 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
         coroutine.warn()
     return result
 
+
+TEXT_WIDTH = 80
+"""Width in characters of sentences where a puzzle or a grade is shown as plain text."""
 
 MOST_DRAWN = 20_000
 """Largest number of events in a picture. A solution that was stopped may have far more."""
@@ -173,7 +175,7 @@ class Grade:
         lines = [self.puzzle.headline]
         if self.correct:
             lines += [f"  {row.name:<12}{row.value:>10}   goal {row.goal:>10}" for row in self.rows()]
-        return "\n".join([*lines, self.verdict])
+        return "\n".join([*lines, wrap_words(self.verdict, TEXT_WIDTH)])
 
 
 def grade_html(title: str, verdict: str, rows: Sequence[GoalRow], picture: Picture | None) -> str:
@@ -291,7 +293,7 @@ class Puzzle:
 
     def __repr__(self) -> str:
         goal = f"Goal: {self.goal_steps:g} steps, {self.goal_memory:,} elements at most on a rank."
-        return "\n".join([self.headline, *wrap(self.text, 80), goal, f'grade("{self.name}", my_solution)'])
+        return "\n".join([self.headline, wrap_words(self.text, TEXT_WIDTH), goal, f'grade("{self.name}", my_solution)'])
 
     @property
     def goal_steps(self) -> float:
