@@ -132,7 +132,7 @@ class Cluster:
         host: the link between a device and its host's memory.
         nics: number of NICs of a node, shared evenly by its devices.
         profile: measurements of this machine, which replace the links.
-        assumed: fields of the network that were not given, and are those of the device's usual node.
+        assumed: names of the network's fields that were not given. Their values are those of the device's usual node.
     """
 
     device: Device
@@ -154,7 +154,10 @@ class Cluster:
         return cls(device_of_profile(crowd), profile.machine.places, 1, link, link, link, 1, profile)
 
     def at_work(self, ranks: int) -> Cluster:
-        """Return this cluster with `ranks` busy devices. A single rank has a measured machine's whole bandwidth."""
+        """Return this cluster with `ranks` busy devices.
+
+        One rank on a measured machine has the speeds of `Profile.alone`.
+        """
         if self.profile is None or ranks > 1 or not self.profile.alone:
             return self
         peaks = {key: peak for key, peak in self.profile.peaks.items() if key[1] == 1}
@@ -162,12 +165,12 @@ class Cluster:
 
     @property
     def contention(self) -> float:
-        """Seconds of compute that a rank loses in a second of communication; 0 without a profile."""
+        """Seconds of compute lost for each second with a communication in flight beside it; 0 without a profile."""
         return self.profile.contention if self.profile is not None else 0.0
 
     @property
     def lag(self) -> Lag:
-        """Further time that a rank loses when it waits for others; none without a profile."""
+        """Time lost at a wait for other ranks, in addition to the wait and `contention`; none without a profile."""
         return self.profile.lag if self.profile is not None else NO_LAG
 
     @property
@@ -212,7 +215,10 @@ class Cluster:
             )
 
     def span(self, ranks: Sequence[int]) -> GroupSpan:
-        """Return the layout of a group. Other groups of its axis use the rest of a node's NICs at the same time."""
+        """Return the layout of a group.
+
+        Each member has only its device's share of the node's NICs, because other groups use the rest at the same time.
+        """
         nodes, members = nodes_of(ranks, self.per_node)
         link = self.intra_node
         lanes = link.pair_speed * max(1, members - 1) if link.pair else link.speed  # those to the other members
@@ -372,7 +378,7 @@ def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool 
 
 
 def _other_order(name: str) -> str | None:
-    """Return the correct form of a name such as 4x8xh100 or h100x4x8, as advice (None: another name)."""
+    """Return the correct form of a name such as 4x8xh100 or h100x4x8, as advice (None: the name has neither form)."""
     devices = "|".join(map(re.escape, sorted(DEVICES, key=len, reverse=True)))
     counts = r"[1-9]\d*"
     found = re.fullmatch(rf"(?:({counts})x)?({counts})x({devices})|({devices})x({counts})x({counts})", name)
@@ -393,7 +399,7 @@ def _other_order(name: str) -> str | None:
 
 
 def is_measured(name: str) -> bool:
-    """Return whether a name is that of a measured machine."""
+    """Return whether the name of a cluster is `local` or a profile's path, and so stands for a measured machine."""
     return name.strip().lower() == "local" or name.endswith(".json")
 
 
@@ -450,7 +456,7 @@ class ClusterFile:
 
 
 def _changed(path: Path, find: Callable[[str], T], entry: str | Mapping[str, Any] | None, usual: str | None) -> T:
-    """Return the device or link of an entry; by default, that of the usual node."""
+    """Return the device or link that an entry describes. If the entry names none, it is the one called `usual`."""
     table: dict[str, Any] = {"base": entry} if isinstance(entry, str) else {"base": usual, **(entry or {})}
     if (base := table.pop("base")) is None:
         raise UserError(f'{path}: [device] has no base; write base = "h100"')

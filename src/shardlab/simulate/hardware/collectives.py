@@ -34,7 +34,7 @@ class GroupSpan:
         members: number of ranks on the node with most of them.
         intra_node: bytes/s that a member sends to members on its node.
         inter_node: bytes/s that a member sends to other nodes: its share of its node's NICs.
-        hop_intra_node, hop_inter_node: seconds of a hop.
+        hop_intra_node, hop_inter_node: seconds of a hop inside a node, and of a hop between nodes.
         net_step: minimum seconds of each step of a ring or a tree over several nodes (0: no minimum).
         half_speed_ranks: number of ranks that halves the bytes/s of a ring or a tree over several nodes (0: bytes/s do
             not depend on the number of ranks).
@@ -64,9 +64,10 @@ class GroupSpan:
         return (self.size - self.nodes) * self._step_inside + (self.nodes - 1) * self.hop_inter_node
 
     def deep(self) -> float:
-        """Return the latency in seconds of one way down a binary tree over the nodes and then the members of a node.
+        """Return the latency in seconds of a tree, from its root to its last leaf.
 
-        The members of a node form another tree, or NCCL's chain if `net_step` is known.
+        The nodes form a binary tree. Inside a node, its members form another one or, if there are several nodes and
+        `net_step` is known, NCCL's chain.
         """
         chained = self.net_step and self.nodes > 1
         inside = self.members - 1 if chained else steps(self.members)
@@ -78,12 +79,12 @@ class GroupSpan:
 
 
 def steps(count: int) -> int:
-    """Return how many times `count` is halved until 1 is left."""
+    """Return the base-2 logarithm of `count`, rounded up: the steps of a binomial tree."""
     return ceil(log2(count)) if count > 1 else 0
 
 
 def nodes_of(ranks: Sequence[int], per_node: int) -> tuple[int, int]:
-    """Return the number of nodes of some ranks, placed in order, and the largest number of these ranks on a node."""
+    """Return the number of nodes on which some ranks lie, and the largest number of these ranks on one node."""
     return _nodes_of(tuple(ranks), per_node)
 
 
@@ -108,26 +109,29 @@ def _hierarchy(span: GroupSpan, bytes: float) -> float:
 
 
 def _scattering(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of an all_gather or reduce_scatter: the fastest, or NCCL's ring if `net_step` is known."""
+    """Return the seconds of an all_gather or reduce_scatter by the faster way, or by a ring if `net_step` is known."""
     ring = _ring(span, bytes)
     return ring if span.net_step else min(ring, _hierarchy(span, bytes))
 
 
 def _all_reduce(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of an all_reduce: reduce_scatter and all_gather, or a tree up and down with all bytes."""
+    """Return the seconds of an all_reduce, by reduce_scatter and all_gather or by a tree, whichever is faster."""
     tree = 2 * span.deep() + 2 * bytes / span.ring
     return min(2 * _scattering(span, bytes), tree)
 
 
 def _rooted(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of a broadcast or reduce: a pipelined ring, or a binomial tree with all bytes in each step."""
+    """Return the seconds of a broadcast or reduce, by a pipelined ring or by a binomial tree, whichever is faster."""
     ring = span.around() + bytes / span.ring
     tree = span.deep() + (steps(span.nodes) + steps(span.members)) * bytes / span.ring
     return min(ring, tree)
 
 
 def _gathering(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of a gather or scatter: pieces of other nodes pass the root's NIC, all others its link."""
+    """Return the seconds of a gather or scatter, whose pieces all pass through links of the root.
+
+    Pieces of other nodes pass through its NIC, while pieces of its own node pass through the link inside the node.
+    """
     near = (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
     far = (span.size - span.members) / span.size * bytes / span.inter_node if span.nodes > 1 else 0.0
     return span.deep() + max(near, far)

@@ -49,7 +49,7 @@ class Figure:
 
 
 def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, Figure]:
-    """Return the figures of a table's row by name, as in "matmul.bfloat16", from its list `fit`.
+    """Return the values in a table's row by name ("matmul.bfloat16"), with their sources from the row's list `fit`.
 
     Each entry of `fit` has `figures` (names, in which `*` matches any characters), and source, fitted_to, runs or
     assumed.
@@ -185,7 +185,7 @@ class Device:
         return False
 
     def overhead(self, op: str, dtype: str) -> float:
-        """Return the seconds of an op beside its kernels: 0, since kernels are queued ahead."""
+        """Return the seconds of an op in addition to its kernels: 0, since kernels are queued ahead."""
         return 0.0
 
     def _matmul(self, kernel: Matmul, dtype: str) -> float:
@@ -212,7 +212,7 @@ class Device:
 
 @cache
 def alignment(kernel: Matmul, dtype: str) -> float:
-    """Return the fraction of its speed that a product of matrices reaches if its rows are not whole 16-byte words."""
+    """Return the fraction of its speed that a matrix product reaches: below 1 if rows are not whole 16-byte words."""
     word = 16 // bytes_of(dtype)
     if (kernel.m if kernel.of_weight else kernel.k) % word == 0 and kernel.n % word == 0:
         return 1.0
@@ -220,7 +220,9 @@ def alignment(kernel: Matmul, dtype: str) -> float:
 
 
 def rows(file: str, table: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of a TOML table by name, each with the values of its base and the pages of its source.
+    """Return the rows of a TOML table by name, each with its base's values for all fields that it does not set.
+
+    Names in braces in `source` are replaced by the addresses of these pages in `pages.toml`.
 
     If a row has a list `fit`, `figures` of the result has the source of each figure (see `figures_of`).
     """

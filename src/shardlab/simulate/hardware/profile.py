@@ -261,7 +261,7 @@ def rate_rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:
 
 
 def differences(there: Machine, here: Machine) -> str:
-    """Return the differences of two machines as text."""
+    """Return the properties in which two machines differ, as text."""
     mine = asdict(here)
     return ", ".join(
         f"{key} {value} there, {mine[key]} here" for key, value in asdict(there).items() if value != mine[key]
@@ -348,14 +348,16 @@ def device_of_profile(profile: Profile) -> MeasuredDevice:
 def profiled_name(kind: str, bytes: float, ranks: int) -> str:
     """Return the name under which a profile lists a collective of this size.
 
-    All-reduces of more bytes than a member receives by messages use a ring (see
+    All-reduces in which a member would receive more than `MOST_BYTES_BY_MESSAGES` bytes use a ring (see
     `shardlab.execute.transport.collectives`), and have a separate name.
     """
     return LARGE_SUMS if kind == "all_reduce" and (ranks - 1) * bytes > MOST_BYTES_BY_MESSAGES else kind
 
 
 def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> float:
-    """Return the seconds of a collective, interpolated between measured group sizes; outside them, of the nearest size.
+    """Return the seconds of a collective, interpolated between the two nearest of the measured group sizes.
+
+    Below the smallest and above the largest measured size, they are the seconds of that size.
 
     Raises:
         UserError: if the collective was not measured.

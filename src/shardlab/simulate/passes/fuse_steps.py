@@ -24,7 +24,7 @@ LOAD_WEIGHT, ALL_GATHER = OpKind.LOAD_WEIGHT, OpKind.ALL_GATHER
 
 
 def fuse_steps(checked: Checked, count: int) -> Tapes:
-    """Run each rank's first `count` gathers in the previous step, beside its last `count` updates of other slices.
+    """Move each rank's first `count` gathers into the previous step, beside the last `count` updates of other slices.
 
     Raises:
         CannotApply: if no step begins with gathers of weights that are kept on the device.

@@ -134,7 +134,10 @@ class OffloadedTape:
             self._free(number)
 
     def _here(self, op: Op) -> tuple[tuple[int, ...], list[int]]:
-        """Return an op's inputs on the device, and the inputs that are copies for this use only."""
+        """Copy an op's inputs to the device.
+
+        Return the numbers of all inputs on the device, and of the copies to free after the op.
+        """
         inputs: list[int] = []
         copies: list[int] = []
         for number in op.inputs:
@@ -153,7 +156,10 @@ class OffloadedTape:
         return tuple(inputs), copies
 
     def _there(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
-        """Return gradients in the host's memory, and the gradients that are copies for this use only."""
+        """Copy gradients to the host's memory.
+
+        Return the numbers of all gradients there, and of the copies to free after their use.
+        """
         copies: dict[int, int] = {}
         for number in numbers:
             if number not in self._away:

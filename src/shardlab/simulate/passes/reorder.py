@@ -23,7 +23,7 @@ LIGHT = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.C
 
 
 class Ordering:
-    """New order of one tape from requests to move ops. All other ops stay in their order.
+    """Reordering of one tape, computed from requests to move ops. All other ops stay in their order.
 
     Args:
         needs: dependences between the ops of the tape.
@@ -49,7 +49,7 @@ class Ordering:
         self._raise(at, self._places[max(0, other)] - 0.5)
 
     def start_at_once(self, *together: int) -> None:
-        """Start ops together, right after the last op on which one of them depends."""
+        """Start ops together, right after the last op on which any of them depends."""
         place = max(map(self._ready, together))
         for at in together:
             self._raise(at, place)
@@ -64,12 +64,12 @@ class Ordering:
         self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
 
     def start_ahead(self, starts: Sequence[int], ahead: int | EarlyStart) -> None:
-        """Start each of some communications early, and await it just before its result is used.
+        """Start some communications early, and await each just before its result is used.
 
         Args:
             starts: the communications, in order.
-            ahead: each starts before the first use of the result of the communication `ahead` places before it in
-                `starts`.
+            ahead: each starts just before the first use of another result, that of the communication `ahead` places
+                earlier in `starts`.
         """
         ahead, but = (ahead.number, ahead.but) if isinstance(ahead, EarlyStart) else (ahead, frozenset[int]())
         brought = [self.needs.readers[self._tape[at].outputs[0]] for at in starts]
@@ -173,7 +173,7 @@ def _wish_defer(checked: Checked, ahead: int, order: Ordering) -> None:
 
 
 def _updates(order: Ordering, awaited: int) -> Iterator[int]:
-    """Yield the updates that read an op's result, directly or through light ops."""
+    """Yield the updates that read an op's result, directly or through `LIGHT` ops."""
     for at in order.needs.after[awaited]:
         kind = order.needs.tape[at].kind
         if kind is OpKind.UPDATE:
@@ -187,10 +187,11 @@ def _reductions(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
 
 
 def prefetch(checked: Checked, ahead: int | EarlyStart) -> Tapes:
-    """Start each gather of weights `ahead` uses of gathered weights before its own, while earlier layers compute.
+    """Start each gather of weights early, so that it runs while earlier layers compute.
 
-    This is FSDP's prefetching (Zhao et al. 2023, arXiv 2304.11277, section 3.3.2) on any tape. Programs that follow a
-    plan prefetch by themselves (`shardlab.strategies.plan.sharding.ParameterGatherer`).
+    It starts just before the first use of the weights that are gathered `ahead` gathers before it. This is FSDP's
+    prefetching (Zhao et al. 2023, arXiv 2304.11277, section 3.3.2) on any tape. Programs that follow a plan prefetch by
+    themselves (`shardlab.strategies.plan.sharding.ParameterGatherer`).
 
     Raises:
         CannotApply: if no weights are gathered before they are used.
@@ -205,7 +206,10 @@ def _wish(checked: Checked, ahead: int | EarlyStart, order: Ordering) -> None:
 
 
 def gathers_ahead(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
-    """Return the indices of gathers of weights for this step; gathers of updated weights are for the next step."""
+    """Return the indices of gathers of weights for this step.
+
+    Gathers of updated weights, for the next step, are left out.
+    """
     gathered = [at for at, op in enumerate(tape) if op.kind is OpKind.ALL_GATHER]
     wholes = [specs[tape[at].outputs[0]] for at in gathered]
     return [at for at, whole in zip(gathered, wholes, strict=True) if whole.kind is Kind.WEIGHT and not whole.step]
@@ -215,9 +219,10 @@ OFFLOAD, RELOAD = OpKind.OFFLOAD, OpKind.RELOAD
 
 
 def early_copies(checked: Checked, ahead: int) -> Tapes:
-    """Start each reload `ahead` uses of reloaded values before its own, and let up to `ahead` offloads be in flight.
+    """Start each reload early, and await each offload late, so that copies run during compute.
 
-    An offload is awaited just before the `ahead`-th offload after it starts.
+    A reload starts just before the first use of the value that is reloaded `ahead` reloads before it. An offload is
+    awaited just before the `ahead`-th offload after it starts.
 
     Raises:
         CannotApply: if nothing is copied.
@@ -241,7 +246,9 @@ def _copies(tape: Sequence[Op], kind: OpKind) -> list[int]:
 
 
 def early_receives(checked: Checked, ahead: int | EarlyStart) -> Tapes:
-    """Post each receive `ahead` uses of received values before its own, so that messages arrive during compute.
+    """Post each receive early, so that its message arrives during compute.
+
+    It is posted just before the first use of the value that is received `ahead` receives before it.
 
     Raises:
         CannotApply: if there are no receives, or all are part of exchanges, whose messages are issued together.

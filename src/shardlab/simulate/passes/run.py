@@ -52,7 +52,7 @@ class Goal:
         prices: times of ops.
         memory: largest number of bytes on a rank. If the program already needs more, passes must not raise its peak.
         kept: sizes of values as they lie in memory (None: those of the program).
-        most: largest number of ops of all replayed candidates together. Each pass has an equal share.
+        most: largest number of ops to replay, summed over all candidates. Each pass has an equal share of it.
         least: smallest share of a step that a pass must gain, if its setting is not given and it saves no memory.
     """
 
@@ -63,7 +63,7 @@ class Goal:
     least: float = GAIN
 
     def of(self, checked: Checked) -> tuple[float, int]:
-        """Return the end of a program's step, and the bytes of its fullest rank."""
+        """Return the end of a program's step, and the largest peak of a rank in bytes."""
         end = Clocks(checked, self.prices).run().end
         return end, max(memory.peak for memory in memory_in_bytes(checked, self.kept))
 
@@ -76,7 +76,7 @@ class PassResult:
         name: name of the pass ("": the program before the first).
         checked: the program after the pass.
         end: end of the step, in the unit of the goal's prices.
-        peak: bytes of the fullest rank.
+        peak: bytes of the fullest rank at its peak.
         setting: the setting with which the pass has improved the program (None: it has not).
         why_not: a clause with the reason why the pass has not improved the program.
         applies: whether the pass had anything to do.
@@ -174,7 +174,10 @@ def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[
 
 
 def _fewer(each: TapePass, before: PassResult, passed: PassResult, best: PassResult, goal: Goal) -> EarlyStart | None:
-    """Return a setting that starts fewer ops early, if a candidate is faster but too large (None: there is none)."""
+    """Return a setting that starts fewer ops early than a candidate that is faster but needs too much memory.
+
+    Returns None for any other candidate, or if there is no such setting.
+    """
     too_large = passed.peak > max(goal.memory, before.peak)
     if each.chosen or each.moves is None or not too_large or not passed.better(best, math.inf):
         return None
@@ -255,9 +258,9 @@ class TapePass:
         rewrite: function of (program, setting) that returns new tapes. The function raises `CannotApply` if the pass
             has nothing to do.
         tried: settings of which the best is taken (empty: the pass only runs with a given setting).
-        chosen: whether the setting was given. Its candidate is then taken if it is correct.
-        moves: function that lists the ops that the pass starts early. If this takes too much memory, the pass is also
-            tried without some of these ops (None: it is not).
+        chosen: whether the setting was given. Its candidate is then taken even if it is slower or needs more memory.
+        moves: function that lists the ops that the pass starts early. If a candidate needs too much memory, the pass is
+            tried again without moving some of these ops (None: it is not tried again).
     """
 
     name: str
@@ -269,7 +272,7 @@ class TapePass:
 
     @property
     def means(self) -> str:
-        """Meaning of its setting ("": it has none)."""
+        """Meaning of the pass's setting ("": the pass has no setting)."""
         return PASS_NAMES[self.name]
 
 
@@ -295,7 +298,7 @@ def find_passes(text: str) -> list[TapePass]:
     """Return the passes that a text names (see `named_passes`).
 
     Raises:
-        UserError: if a name is unknown, or a pass does not take its setting.
+        UserError: if a name is unknown, or a setting is not one that its pass accepts.
     """
     return [
         PASSES[name] if setting is None else replace(PASSES[name], tried=(setting,), chosen=True)

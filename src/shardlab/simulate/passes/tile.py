@@ -159,7 +159,10 @@ class TiledTape:
             total = self._sum(total, made, op.outputs[0], t) if t else made
 
     def put_update(self, op: Op) -> None:
-        """Append an update of each tile. For whole matrices, the directions of all tiles are joined first."""
+        """Append an update of each tile.
+
+        If the optimizer needs whole matrices (Muon), the tiles' directions are joined first.
+        """
         if not self._directed(op.layer):
             self.put_each(op)
             return

@@ -29,9 +29,9 @@ class Reason(Enum):
     """Reason why an op does not start earlier.
 
     FIRST: nothing comes before it. BUSY: its rank computed another op. WAITED: its rank waited for a communication.
-    MEMBER: another member of its communication arrived later. SENT: it is a receive, and the send of its message ended
-    after its rank had reached it. STREAM: another communication occupied its stream. UNKNOWN: no recorded op ended at
-    that time.
+    MEMBER: another member of its communication arrived later. SENT: the op is a receive, and the send of its message
+    ended after the receiver had reached it. STREAM: another communication occupied its stream. UNKNOWN: no recorded op
+    ended at that time.
     """
 
     FIRST = "first"

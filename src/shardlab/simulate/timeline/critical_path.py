@@ -125,10 +125,11 @@ class _PathWalk:
         return self._through(row, item.cause)
 
     def _through(self, row: int, at: int) -> tuple[int, int, float] | None:
-        """Add a communication, and those that occupied its stream before it.
+        """Add a communication, and the communications that occupied its stream before it.
 
         Returns:
-            Row, op and time at which the last member of the first of them arrived (None: the start of the step).
+            For the first of them, the row and op of the member that arrived last, and the time of its arrival (None: it
+            arrived at the start of the step).
         """
         while True:
             start, end, ready = (of[row][at] for of in (self.times.starts, self.times.ends, self.times.ready))
@@ -152,7 +153,7 @@ class _PathWalk:
         return None
 
     def _under_way(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
-        """Return the send of a message that arrived when its receive started."""
+        """Return the send that ended when its receive started (None: there is none)."""
         sent = [(rank, op) for rank, _, op in members if self.times.ends[rank][op] == start]
         return next((each for each in sent if self.times.starts[each[0]][each[1]] < start), None)
 
@@ -163,7 +164,7 @@ class _PathWalk:
         return items[place].end if place >= 0 else 0.0
 
     def _sent(self, row: int, since: int, until: int) -> int:
-        """Return the last message that was sent between two ops."""
+        """Return the index of the last SEND between two ops (`since`: there is none)."""
         tape = self.tapes[row]
         return next((at for at in range(until - 1, since - 1, -1) if tape[at][0] is SEND), since)
 

@@ -55,10 +55,11 @@ class EventLoop(Generic[C]):
         contention, lag: see `shardlab.simulate.timeline.prices.Prices`.
 
     Attributes:
-        at, clocks: for each row, the index and the start of its next op.
+        at: for each row, the index of its next op.
+        clocks: for each row, the time at which its next op starts.
         slows: whether communication slows compute down.
         pending: communications that some members have joined.
-        idle: for each row, its idle intervals; recorded if communication slows compute down.
+        idle: for each row, its idle intervals. They are only recorded if communication slows compute down.
     """
 
     def __init__(self, rows: int, contention: float, lag: Lag) -> None:
@@ -95,7 +96,7 @@ class EventLoop(Generic[C]):
         """Put a communication into the queue. The loop calls `start` for it at time `ready`.
 
         Args:
-            ready: the time at which only its streams may still be busy.
+            ready: the time from which the communication waits only for streams that are still busy.
             communication: the communication.
             turn: its order among those ready at the same time; rows that continue at that time have turn 0.
         """
@@ -134,7 +135,8 @@ class IdlePattern(NamedTuple):
 
     Attributes:
         starts, ends: start and end of each interval, in seconds from the start of the pass.
-        totals: seconds of the intervals before each interval, and of all intervals.
+        totals: for each interval, the sum of the seconds of the intervals before it; as last entry, that of all
+            intervals.
     """
 
     starts: Sequence[float]

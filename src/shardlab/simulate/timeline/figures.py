@@ -258,7 +258,7 @@ def _idle_parts(
 
 
 def _quiet(talking: Sequence[Span], since: float, until: float) -> float:
-    """Return the time of an interval that no span covers. The spans must be sorted and disjoint."""
+    """Return how much time of an interval lies outside all spans. The spans must be sorted and disjoint."""
     inside = sum(max(0.0, min(end, until) - max(start, since)) for start, end in _near(talking, since, until))
     return max(0.0, until - since - inside)
 

@@ -175,7 +175,7 @@ def _fullest(record: RankRecord | None) -> dict[str, int]:
 
 
 def _counter(record: RankRecord | None, step: StepRecord | None, zero: float) -> Counter:
-    """Return the live memory when the rank reached each op. It was measured in another, equal step."""
+    """Return the live memory when the rank reached each op. It was measured in a separate step with the same ops."""
     if record is None or record.memory is None or step is None:
         return []
     live, ops = record.memory.live, step.ops
@@ -366,7 +366,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: RankRecord) -> None:
-    """Write the record of one rank so far. It replaces the rank's file at once, so the file is never incomplete."""
+    """Write the record of one rank so far. The rank's file is replaced atomically."""
     _write(rank_file(folder, record.rank), job, fingerprint, {record.rank: record})
 
 

@@ -111,7 +111,7 @@ def memory_in_elements(traced: Traced) -> list[RankMemory]:
 
 
 def peak_elsewhere(traced: Traced) -> dict[str, int]:
-    """Return the peak over all ranks, in elements, of each place outside the device to which values are offloaded."""
+    """Return the largest peak of a rank, in elements, by place outside the device to which values are offloaded."""
     used = {spec.form.place for specs in traced.specs for spec in specs.values()}
     elements, tapes = traced.program.sizes.elements, traced.program.tapes
 
@@ -476,8 +476,8 @@ class Views:
     """Values that share memory, and the time at which their memory is freed.
 
     Attributes:
-        roots: map from a value to the value in whose memory it lies: for slices, for values that an update writes into
-            memory that slices share, and for adjacent gradients (the first of them).
+        roots: map from a value to the value in whose memory it lies. It has slices, values that an update writes into
+            memory that slices share, and adjacent gradients (mapped to the first of them).
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], neighbours: Mapping[int, int]) -> None:
@@ -494,7 +494,10 @@ class Views:
         self._left.update(self._left.keys())
 
     def ended(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the values whose memory is freed when some values end: not those in which other values still lie."""
+        """Return the values whose memory is freed when some values end.
+
+        Memory that another value still uses is not freed.
+        """
         if not self.roots:
             return numbers
         roots = [self.roots.get(number, number) for number in numbers]

@@ -184,8 +184,8 @@ class Bytes:
 def _work_key(spec: Spec) -> Hashable:
     """Return the part of a value's spec on which the work of an op depends.
 
-    It has the value's form and its cells (microbatches, or slices of their sequences), with cells counted from the
-    value's first microbatch. The contributions that a gradient sums make no difference.
+    It consists of the value's form and its cells (microbatches, or slices of their sequences), with cells counted from
+    the value's first microbatch. The contributions that a gradient sums make no difference.
     """
     form, cells = spec[0], spec[1]
     if form.kind not in ROW_KINDS:
