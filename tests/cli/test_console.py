@@ -498,6 +498,13 @@ def test_a_request_that_cannot_be_met_is_one_sentence_and_exits_with_2(
     assert sorted(path.name for path in folder.iterdir()) == ["folder.py", "user.py"]
 
 
+@pytest.mark.parametrize("option", ["--model", "--cluster", "--recipe", "--memory", "--precision", "--svg", "--config"])
+def test_an_option_with_an_empty_value_is_not_one_that_is_left_out(option: str, capsys: Captured) -> None:
+    sentence = f"shardlab: {option} is empty; give a value, or leave it out\n"
+    assert refused(capsys, "simulate", "zero-1", option, "") == (2, sentence)
+    assert refused(capsys, "simulate", "zero-1", f"{option}=") == (2, sentence)
+
+
 @pytest.mark.parametrize("option", ["--ranks", "--layers", "--microbatches"])
 @pytest.mark.parametrize(
     ("value", "sentence"),

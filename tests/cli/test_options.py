@@ -83,7 +83,7 @@ def test_the_report_of_a_pipeline_names_its_bubble(capsys: Captured) -> None:
             "--costs: 'forward' is not a cost; give teaching, puzzle, or NAME=TIME,... such as forward=1,send=0.2",
         ),
         ("forward=1,", "--costs: '' is not a cost"),
-        ("", "--costs: '' is not a cost"),
+        ("", "--costs is empty; give a value, or leave it out"),
         ("forward=", "--costs: forward= is not a time; give a number, 0 or more"),
         ("send=1ms", "--costs: send=1ms is not a time"),
         ("send=-1", "--costs: send=-1 is not a time"),

@@ -178,7 +178,7 @@ def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_sentence(folder: Path,
     ("arguments", "said"),
     [
         (["run"], "there is no text to continue; give --prompt TEXT, or --chat"),
-        (["run", "--prompt", ""], "--prompt is empty; give a text of at least one token"),
+        (["run", "--prompt", ""], "--prompt is empty; give a value, or leave it out"),
         (["run", "--chat", "--json"], "both --chat and --json were given; give one of them"),
         (["run", "--prompt", "x", "--temperature", "-1"], "temperature is -1; give 0 or more"),
         (["run", "--prompt", "x", "--top-p", "2"], "top-p is 2; give a probability above 0 and of at most 1"),

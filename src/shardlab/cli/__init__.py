@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from typing import Annotated, Any, Protocol, Union, cast
 
 import tyro
@@ -173,6 +174,10 @@ def _parsed(words: list[str]) -> Any:
     """Parse a command line with tyro. Return the command, and the words that it does not recognize."""
     if not words:
         raise UserError(f"no command is given; there are {', '.join(COMMANDS)}")
+    ours = words[: words.index("--")] if "--" in words else words  # those after -- are another program's
+    for option, value in [*pairwise(ours), *(word.split("=", 1) for word in ours if "=" in word)]:
+        if option.startswith("--") and not value:
+            raise UserError(f"{option} is empty; give a value, or leave it out")
     if (pair := " ".join(words[:2])) in COMMANDS:
         words = [pair, *words[2:]]
     if words[0].startswith("-") and words[0] not in ("-h", "--help"):

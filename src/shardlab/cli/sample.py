@@ -67,8 +67,6 @@ class Sample:
     def run(self) -> int:
         if self.prompt is None and not self.chat:
             raise UserError("there is no text to continue; give --prompt TEXT, or --chat")
-        if self.prompt == "" and not self.chat:
-            raise UserError("--prompt is empty; give a text of at least one token")
         if self.chat and self.json:
             raise UserError("both --chat and --json were given; give one of them")
         import torch

@@ -164,7 +164,7 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         ("train --learning-rate -1", "learning_rate is -1.0; give 0 or more"),
         ("train --data nowhere.txt", "nowhere.txt does not exist"),
         ("train --data /dev/zero", "/dev/zero is a device, but text is read from random places"),
-        ("train --prompt ''", "prompt is ''; give some text"),
+        ("train --prompt ''", "--prompt is empty; give a value, or leave it out"),
         ("train --data short.txt", "short.txt has 20 bytes but 130 are needed"),
         ("train --out .", "exists"),
         (
