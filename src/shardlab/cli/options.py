@@ -154,6 +154,8 @@ class Pictures:
         """
         if self.force and not self.files:
             raise UserError("--force replaces files, but no file is written; give --svg or --trace, or leave it out")
+        if self.color_by == "layer" and self.svg is None:
+            raise UserError("--color-by is for a drawing; give --svg FILE, or leave it out")
         check_new_file("--svg", self.svg, example, force=self.force)
         check_new_file("--trace", self.trace, "trace.json", force=self.force)
         if self.svg is not None and self.trace is not None and self.svg.resolve() == self.trace.resolve():

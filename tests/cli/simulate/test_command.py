@@ -186,6 +186,22 @@ def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:
     return text.getvalue().splitlines()
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--no-bias", "--no-bias needs a model and a cluster; give --model and --cluster, or leave it out"),
+        ("--untied", "--untied needs a model and a cluster; give --model and --cluster, or leave it out"),
+        ("--capacity-factor 0", "--capacity-factor needs a model and a cluster; give --model and --cluster, or leave"),
+        ("--as-if", "--as-if needs a model and a cluster; give --model and --cluster, or leave it out"),
+        ("--as-if --model gpt2 --cluster a100x4", "--as-if is for the recipe of a framework; give --recipe NAME, or"),
+        ("--color-by layer", "--color-by is for a drawing; give --svg FILE, or leave it out"),
+    ],
+)
+def test_an_option_without_effect_is_refused(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "ddp", *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"shardlab: {sentence}")
+
+
 @pytest.mark.parametrize("width", [80, 160])
 @pytest.mark.parametrize(("name", "ranks", "count"), [("fsdp", 4, 1), ("pipeline-fsdp", 64, 8), ("gpipe", 4, 4)])
 def test_the_report_fits_the_terminal(width: int, name: str, ranks: int, count: int) -> None:

@@ -144,16 +144,18 @@ class StepOptions:
         if request.model and request.cluster:
             if self.costs is not None:
                 raise UserError("--costs gives times in units, but --cluster gives seconds; leave out one of them")
+            if self.as_if and request.recipe is None:
+                raise UserError("--as-if is for the recipe of a framework; give --recipe NAME, or leave it out")
             return True
         if self.model or request.cluster:
             self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
-        sizes = self.sizes.flag_values()
-        for name in [*PRICED_OPTIONS, *sizes]:
-            if (given := getattr(self, name, sizes.get(name, True))) and given != "muon":
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
+        for name in (*PRICED_OPTIONS, "as_if"):
+            if (value := getattr(self, name)) and value != "muon":
+                raise _needs_seconds(f"--{name.replace('_', '-')}")
+        if words := self.sizes.words():
+            raise _needs_seconds(words[0])
         return False
 
     def step_in_units(self, request: StepRequest) -> UnitStep:
@@ -186,3 +188,7 @@ class StepOptions:
         names = entry.passes_on(ranks)
         passed = run_named(written, names, Goal(costs)) if names != "none" else []
         return UnitStep(entry, ranks, costs, names, passed, passed[-1].checked if passed else written)
+
+
+def _needs_seconds(flag: str) -> UserError:
+    return UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
