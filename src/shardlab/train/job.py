@@ -35,7 +35,7 @@ class Job:
         strategy: a built-in name, path/to/file.py:function, or a plan.
         ranks: number of processes.
         microbatches: microbatches of the global batch.
-        model: model that is trained. Its blocks are the program's layers (see `cut`).
+        model: model that is trained. `cut` divides it into the program's layers.
         micro_batch_size: sequences of a microbatch.
         precision: name of the precision (see `shardlab.language.precision`).
         seed: seed of weights, data and dropout.
@@ -83,7 +83,7 @@ class Job:
     def checked(self) -> Checked:
         """Trace and check the strategy for this job, and rewrite the program by its passes.
 
-        Passes are chosen by simulation with the teaching costs (relative times, no cluster). The result is cached in
+        Passes are guided by a simulation with teaching costs (relative times, no cluster). The result is cached in
         the job and pickled with it, so that the ranks do not trace again.
 
         Raises:
@@ -98,7 +98,7 @@ class Job:
 
     @cached_property
     def cut(self) -> Model:
-        """The model as the program's layers: blocks are split if the mesh, the plan, a tie or the pass `tile` needs it.
+        """The model as the program's layers. The mesh, the plan, a tied head or the pass `tile` may split blocks.
 
         Raises:
             UserError: if the model cannot be split as the mesh or the plan requires.
@@ -211,5 +211,5 @@ class Tracing:
 
     @property
     def steps(self) -> int:
-        """Number of steps that a run must have."""
+        """Number of steps that a run needs for the trace."""
         return self.warm_up + self.timed + self.measured

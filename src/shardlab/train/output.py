@@ -128,7 +128,7 @@ class OutputFolder:
 
         Args:
             metrics: figures of the step.
-            pending: do not write the figures yet. They are dropped if another step follows.
+            pending: do not write the figures yet. `close` writes them, unless figures of another step follow.
         """
         line = {name: figure if figure is None or math.isfinite(figure) else None for name, figure in metrics.items()}
         self._last = line

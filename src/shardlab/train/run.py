@@ -178,8 +178,9 @@ class Summary:
         saved: step of the last checkpoint, if there is one.
         validation_before, validation_after: validation loss before and after the training, in nats per token.
         validation_after_ema: validation loss of the averaged weights, if there are any.
-        warm_up: number of first steps that are left out of the speeds.
-        dt, tps: median seconds of the other steps, and the tokens per second that follow from it.
+        warm_up: number of first steps that are left out of `dt`; with a batch ramp, all steps before the last stage.
+        dt: median seconds of the other steps.
+        tps: tokens per second of a step that takes `dt` seconds.
         seconds: duration of all steps since the run began or was resumed.
         prompt: text that the trained model continued.
         sample: the prompt and its continuation.

@@ -180,7 +180,7 @@ class ParallelWriter(TextGenerator):
         """Read some tokens, then yield `count` new ones, or fewer if a rank is asked to stop.
 
         Raises:
-            UserError: as in `TextGenerator.generate`, on every rank.
+            UserError: on every rank, if there are no tokens, or one is outside the vocabulary.
         """
         with in_writing(self._model, torch.get_num_threads()):
             for token in super().generate(tokens, count):

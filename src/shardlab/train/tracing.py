@@ -1,6 +1,6 @@
 """Executors that wrap the executor of a training: traced, profiled, and with a batch ramp.
 
-`TracedExecutor` (`train --trace`) times each op in a few early steps, and then measures the memory of a few.
+`TracedExecutor` (`train --trace`) times each op in a few early steps, and measures the memory of a few more.
 `ProfiledExecutor` (`train --profile-steps`) runs torch.profiler over a few steps, and labels each op by name.
 `RampedExecutor` is the executor that a training uses: it holds one executor for each number of microbatches, wraps it
 if needed, and chooses one for each step.

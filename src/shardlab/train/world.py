@@ -122,7 +122,7 @@ class RunningWorld:
 
 
 def busy_cpus() -> str:
-    """Return how many CPUs other processes have kept busy in the last minute, as text; "" if less than half of all.
+    """Return how many CPUs were busy in the last minute, as text; empty if fewer than half of all.
 
     The text is also empty if the user has chosen the number of threads (`OMP_NUM_THREADS`).
     """

@@ -132,7 +132,7 @@ PAUSE, LONGEST_PAUSE = 0.02, 0.25
 """Seconds between two queries of a store: at first, and later."""
 
 CLOSE_SECONDS = 0.05
-"""Seconds within which a listener that is about to end closes a connection."""
+"""Seconds within which a mere test of the port (`require_port`) closes a connection, unlike a store."""
 
 SAY_SECONDS = SILENCE - 1
 """Seconds of waiting after which the missing ranks are reported: fewer than the heartbeat's, whose line says less."""
@@ -340,7 +340,7 @@ def _wait(
         limit: time limit in seconds.
         arrived: function that returns whether all ranks have arrived.
         missing: function that returns the ranks that are missing.
-        why: function that returns the reason in parentheses after a space, or an empty string if it is not known.
+        why: function that returns why a rank is not found, such as ` (Connection refused)`; empty if it is not known.
 
     Raises:
         UserError: if ranks do not arrive in time. The message names them.

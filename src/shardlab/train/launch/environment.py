@@ -292,7 +292,7 @@ def divide_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
 def bind(environment: LaunchEnvironment) -> None:
     """Bind this process, and the threads that it starts from now on, to CPUs that no other rank of this host has.
 
-    A rank that may use fewer CPUs than its parent was bound by its launcher; that binding is kept.
+    If a rank may use fewer CPUs than its parent, its launcher has bound it, and the binding is kept.
 
     Raises:
         UserError: if there are too few CPUs, or the launcher does not say how many ranks are on this host.
@@ -456,6 +456,6 @@ def _position(cpu: int) -> tuple[int, int, int]:
 
 
 def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
-    """Return the number of threads for the CPUs of one rank, some of which other ranks of its host may share."""
+    """Return the number of threads for one rank: its share of the CPUs that it may run on, and of the quota."""
     cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
     return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))

@@ -211,7 +211,7 @@ SILENCE = 9.0
 
 
 class Heartbeat:
-    """Context manager that prints a line on stderr with the current activity and its duration after each silence.
+    """Context manager that, after each silence, prints the current activity and its duration on stderr.
 
     Args:
         silence: seconds without output before a line is printed (None: SILENCE).
@@ -286,7 +286,7 @@ def say(line: str) -> None:
 def stop_signals(signals: socket.socket, most: int) -> list[int] | None:
     """Read up to `most` signals, and return those that ask to stop (None: the socket is closed).
 
-    Python writes every signal that it handles into the socket, including timers that other code has set.
+    Python writes every signal that it handles into the socket, such as those of timers that other code has set.
     """
     numbers = signals.recv(most)
     return [number for number in numbers if number in STOP_SIGNALS] if numbers else None

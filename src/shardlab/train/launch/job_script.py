@@ -39,10 +39,10 @@ SUBMIT: dict[Scheduler, str] = {"slurm": "sbatch", "pbs": "qsub"}
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """Request for a scheduler.
+    """Job that a scheduler is to run.
 
     Attributes:
-        command: command of every rank, which reads its rank and world from the launcher's variables.
+        command: command of every rank. It reads its rank and world from the launcher's variables.
         name: name of the job.
         nodes, ranks_per_node: number of hosts, and of ranks on each.
         cpus_per_rank, gpus_per_node: CPUs of each rank, and GPUs of each host (None: the scheduler's default).
@@ -94,7 +94,7 @@ class SubmittedJob:
     def before(self) -> list[str]:
         """Shell lines that keep a copy of the run's record.
 
-        If a job fails early, the record is still that of an earlier job.
+        A job that fails early leaves the record of an earlier job in place. The conditions below notice this.
         """
         if self.run is None:
             return []

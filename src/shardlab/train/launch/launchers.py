@@ -80,7 +80,7 @@ MPI = (
 
 
 def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
-    """Return the facts of the launchers whose variables describe the world of this process; none without a launcher.
+    """Return the facts of the launchers whose variables describe the world of this process; empty without a launcher.
 
     If another launcher started this process inside a SLURM step, the step is left out. Launchers with more complete
     variables come first.

@@ -281,7 +281,7 @@ def how_ended(code: int) -> str:
 
 @contextmanager
 def _without_main(*objects: object) -> Generator[None]:
-    """Keep processes that are started in the block from importing the main module, unless an object comes from it.
+    """Keep processes that the block starts from importing the main module, unless it defines one of the objects.
 
     Otherwise, a script that trains without `if __name__ == "__main__":` would start a training in every rank.
     """

@@ -109,7 +109,7 @@ def device_of(local_rank: int, local_ranks: int) -> torch.device:
 
 
 def pick_device(ranks: int = 1) -> torch.device:
-    """Return the device of this process, or of the first of `ranks` ranks if it will start them.
+    """Return the device of this rank; without a launcher, that of the first of the `ranks` ranks to be started here.
 
     Raises:
         UserError: if a launcher has started more ranks on this host than it has GPUs.
@@ -240,11 +240,11 @@ def torch_limit(timeout: float) -> timedelta:
 PREFIX = "shardlab-ranks-"
 
 LOCK = "held"
-"""File in the folder of a rendezvous that its process keeps locked until it ends."""
+"""Name of the lock file in a rendezvous's folder. The process that made the folder locks it until it ends."""
 
 RESERVED_BYTES = 1 << 15
-"""Largest number of bytes that ranks write into the file. As many are written to the lock file first, to notice a full
-disk."""
+"""Largest number of bytes that ranks write into the rendezvous file. As many are written to the lock file first, to
+notice a full disk."""
 
 
 @contextmanager
@@ -476,7 +476,7 @@ def _others_go_on() -> bool:
 
 
 def _create_lock(folder: Path) -> FileIO:
-    """Create the locked file of a folder. It is renamed after it is locked, so that no process finds it unlocked."""
+    """Create a folder's lock file. It gets its name after it is locked, so that no process finds it unlocked."""
     new = folder / "new"
     new.write_bytes(bytes(RESERVED_BYTES))
     file = FileIO(new, "ab")
