@@ -278,7 +278,7 @@ class Replay:
 
 
 def _queues(program: Program, communications: list[Communication]) -> list[list[list[int]]]:
-    """Return for each rank its communications in the order of issue, with those of a batch together."""
+    """Return for each rank its communications in the order of issue. The communications of a batch form one entry."""
     issued: list[list[tuple[int, int]]] = [[] for _ in program.tapes]  # (index of the op, communication)
     for number, (stream, _, members) in enumerate(communications):
         if stream is COPY:  # a copy stands in no queue

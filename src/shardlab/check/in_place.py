@@ -48,7 +48,7 @@ class InPlace:
     Attributes:
         first_input: indices of the ALL_REDUCEs, REDUCEs, ADDs and other ops that may overwrite their first input.
         accumulates: for each BACKWARD that adds its gradient to an older one, by index: the older gradient.
-        fused: for each ADD that such a BACKWARD does in its place, by index: (older gradient, new gradient).
+        fused: for each ADD that such a BACKWARD replaces, by index: (older gradient, new gradient).
     """
 
     def __init__(self, tape: Sequence[Op]) -> None:

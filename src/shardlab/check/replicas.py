@@ -385,7 +385,7 @@ class NumberTable:
         return number
 
     def within(self, number: int, where: Holds) -> list[tuple[Holds, int]]:
-        """Return (positions, number) of each part of a value at some positions."""
+        """Return the parts of a value that lie at some positions: (positions, number) of each part."""
         pieces = self.pieces.get(number)
         if pieces is None:
             return [(where, number)]

@@ -114,7 +114,7 @@ class Retrace:
             world.finish()  # it moves some ops
 
     def line(self, rank: int | None, op: int | None) -> int:
-        """Return the number of the line that wrote an op or was about to; if it is unknown, that of the function."""
+        """Return the number of the line that wrote an op or was about to (unknown: the function's first line)."""
         if rank is not None and op is not None:
             lines = self.tapes[rank].lines
             line = lines[op] if op < len(lines) else self.stopped_at.get(rank, 0)

@@ -142,7 +142,7 @@ def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | N
     """Return the refusal of a layer whose flat buffer would be mostly padding.
 
     A flat buffer is padded so that every number of slices in use divides it. A padded length is accepted if it is at
-    most `MOST_PADDED` or twice the layer's, or if the largest of these numbers alone needs it.
+    most `MOST_PADDED`, or at most twice the layer's length, or if the largest of these numbers alone requires it.
     """
     for layer, numbers in slice_counts(specs).items():
         length = 16 * math.lcm(*numbers)

@@ -67,7 +67,7 @@ class FieldType:
         wanted: function from a value to a description of accepted values; "" if the value is accepted.
         of_words: function from the flag's arguments to the value. If the flag takes one argument, it also converts
             texts in files.
-        of_file: function from a value in a file to the value (None: a list becomes a tuple).
+        of_file: function from a value in a file to the field's value (None: only lists are converted, to tuples).
     """
 
     words: Any

@@ -91,7 +91,7 @@ class Precision:
 
     @property
     def parameters_in_copy(self) -> Precision:
-        """This precision if the only copy of the parameters is the optimizer's, rounded to weights on each use.
+        """This precision if parameters are kept only in the optimizer's copy, and rounded to weights on each use.
 
         A parameter and its state together then take `bytes(WEIGHT)` less; the difference is subtracted from the state.
         """
@@ -101,8 +101,8 @@ class Precision:
         """Return a model's sizes with the bytes of this precision and an optimizer's state.
 
         Args:
-            ema: as in `under`.
-            clips: as in `Sizes`.
+            ema: whether the state includes the moving average of the parameters.
+            clips: whether the optimizer clips the norm of the model's gradient.
         """
         mine = self.under(optimizer, ema=ema)
         states, each = sizes.opt_states, {kind: mine.bytes(kind) for kind in Kind}

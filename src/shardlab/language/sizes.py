@@ -109,7 +109,9 @@ class Sizes:
         return (sum(self.forward_flops) + attends * self.attend_flops) / max(1, self.block_count)
 
     def with_copies(self, layer: int, copies: int) -> Sizes:
-        """Return the sizes with `copies` times the parameters of one layer, so that a slice counts as a whole layer."""
+        """Return the sizes with `copies` times one layer's parameters, so that each of `copies` slices counts as the
+        layer.
+        """
 
         def enlarged(name: str) -> tuple[int, ...]:
             elements: tuple[int, ...] = getattr(self, name)

@@ -41,7 +41,7 @@ _RESULTS = {
 
 @lru_cache(maxsize=1 << 16)
 def free_op(number: int) -> Op:
-    """Return the FREE of a value. Cached, since most ops are FREE or WAIT, and equal ones of all ranks are one."""
+    """Return the FREE of a value. Cached, since most ops are FREE or WAIT: equal ops of all ranks are one object."""
     return Op(FREE, -1, (number,))
 
 

@@ -78,8 +78,8 @@ class World:
 
     Args:
         mesh: the ranks' grid, or the number of ranks.
-        sizes: elements of every value; or the number of layers of the puzzles' model, which is the number of its blocks
-            if the mesh is tensor, context or expert parallel.
+        sizes: elements of every value; or a number, for the puzzles' model: of its layers, or of its blocks if the mesh
+            is tensor, context or expert parallel.
         microbatches: number of microbatches of the global batch.
 
     Attributes:
@@ -299,7 +299,7 @@ def gc_paused() -> Generator[None, None, None]:
 
 @contextmanager
 def _refusing_dropped_coroutines() -> Generator[None, None, None]:
-    """Replace a refusal by that of a coroutine that was never awaited, if there is one: it is the likelier cause."""
+    """Replace a refusal by the one for a coroutine that was never awaited, if any: that is the likelier cause."""
     refused = None
     with never_awaited() as dropped:
         try:

@@ -336,7 +336,8 @@ class LatentProjection(Primitive):
     It is cut by heads.
 
     Attributes:
-        rope_theta, rope_scaling: as those of `Projection`.
+        rope_theta, rope_scaling: base of the rotary embedding, and scaling of its slower frequencies (see
+            `Projection`).
     """
 
     einsum: ClassVar[str] = "x(latent) -> q(head) kv(head)"

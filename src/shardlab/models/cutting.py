@@ -429,7 +429,7 @@ def _taken(values: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:
 
 @lru_cache(maxsize=64)
 def _signatures(sampled: tuple[Layer, ...], alike: tuple[int, ...]) -> tuple[Layer, ...]:
-    """Return the signatures of all layers from those of the sample. Models of one shape share the objects."""
+    """Return the signatures of all layers, given the sample's. Models of one shape share the objects."""
     return tuple([_moved(sampled[like], layer - like) for layer, like in enumerate(alike)])
 
 

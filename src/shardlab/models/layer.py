@@ -124,10 +124,10 @@ class Run:
     def kernels(
         self, sequences: int, tokens: int, slices: int = 1, among: Container[int] | None = None
     ) -> tuple[Kernel, ...]:
-        """Return the kernels of the forward pass of one of `slices` slices.
+        """Return the kernels of the forward pass, for one of `slices` equal slices of the layer.
 
         Args:
-            sequences, tokens, slices: as those of `Model.kernels`.
+            sequences, tokens, slices: as in `Model.kernels`.
             among: numbers of the primitives that are computed (None: all).
         """
         pieces = self.pieces if slices > 1 else dict[str, int]()

@@ -60,8 +60,8 @@ class Routing(Primitive):
 class Route(Routing):
     """Router: normalised features `x` to `gates` and `choices`, both (rows, T, top_k).
 
-    `gates` are the weights of a token's experts, and `choices` are their numbers (int32). The gradient includes that of
-    each microbatch's load-balancing loss.
+    `gates` are the weights of a token's experts, and `choices` are their numbers (int32). The backward pass adds the
+    gradient of each microbatch's load-balancing loss.
     """
 
     einsum: ClassVar[str] = "x(width) -> gates choices"

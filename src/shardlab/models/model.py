@@ -74,8 +74,8 @@ class Model(ABC):
         return self.run(layer).layout
 
     def activation_shape(self, index: int, rows: int = 1) -> tuple[int, ...]:
-        """Return the shape of activation `index` for a microbatch of `rows` sequences: int64 tokens at first, logits at
-        last.
+        """Return the shape of an activation for a microbatch of `rows` sequences. Activation 0 is int64 tokens, the
+        last logits.
 
         The output of attention as a separate op includes the log-sum-exp of each head's scores.
         """
@@ -155,7 +155,7 @@ class Model(ABC):
         return self.activation_shape(self.layers)[-1]
 
     def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        """Return the kernels of the cross-entropy of one of `slices` slices of the vocabulary.
+        """Return the kernels of the cross-entropy, for one of `slices` equal slices of the vocabulary.
 
         Their backward kernels make the logits' gradient. A LOSS runs both. If the vocabulary is sliced, LOSS_STATS runs
         the forward kernels, and LOSS the backward kernels.

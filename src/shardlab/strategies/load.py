@@ -21,7 +21,7 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
 
     Args:
         name: a built-in name, `path/to/file.py:function`, `path/to/file.py` if the file has one strategy, or a plan.
-        passes: names of the tape passes (None: those of the plan, if any).
+        passes: names of the tape passes (None: the plan's passes, if it is a plan).
 
     Raises:
         UserError: if the name, pass, file or function does not exist, the file cannot be run, or the function is not

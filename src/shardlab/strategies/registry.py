@@ -83,7 +83,7 @@ class StrategyEntry:
         sends: formula of the elements sent by the rank that sends most, as a Python expression.
         order: position in listings: 1 to 9 for the nine short programs, 50 for other programs that `built_in` declares,
             and 100 for plans.
-        passes: names of the tape passes (None: those of the plan, if any); see `Plan.passes`.
+        passes: names of the tape passes (None: the plan's passes, if there is a plan); see `Plan.passes`.
 
     Symbols of `memory` and `sends`:
         W, G, O: all weights, gradients and optimizer state. D and E: their parts in dense layers and in experts.
@@ -111,7 +111,7 @@ class StrategyEntry:
         named_passes("none" if self.passes is None else self.passes)
 
     def passes_on(self, ranks: int, default: str = "none") -> str:
-        """Return the names of the passes: those of this entry, or else of its plan, or else `default`."""
+        """Return the names of the passes: this entry's, or else its plan's, or else `default`."""
         passes = self.plan(ranks).passes if self.plan and self.passes is None else self.passes
         return default if passes is None else passes
 

@@ -362,7 +362,7 @@ class LayerRules:
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
     def _dealt_pieces(self, gradients: Sequence[Spec]) -> dict[str, int]:
-        """Return the pieces of a dealt index that the forward pass computed, from the gradient of its output."""
+        """Return the pieces of a dealt index that the forward pass computed, as its output's gradient has them."""
         return {index: mask for each in gradients[:1] for index, mask in each.form.slices if index in self.layer.deals}
 
     def _dealt_term(self, cut: dict[str, int]) -> Term | None:
@@ -450,7 +450,7 @@ class LayerRules:
         return cut
 
     def _require_port(self, op: About, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
-        """Refuse a value that does not belong to a port or is incomplete. With `term`, it must be that term."""
+        """Refuse a value that does not belong to a port or is incomplete. With `term`, the value must be that term."""
         form = spec.form
         require_kind(op, KIND_NOUNS[kind], spec, kind)
         given = given_clause(KIND_NOUNS[kind], spec)

@@ -384,7 +384,7 @@ def missing_text(noun: str, missing: int, of: str = "") -> str:
 
 
 def flat_slices(cut: Sequence[str], space: Space) -> int:
-    """Return the number of slices of a layer's flat parameters that are cut along these indices.
+    """Return the number of slices into which cuts along these indices divide a layer's flat parameters.
 
     There is a slice for each tuple of pieces, with the last index fastest.
     """

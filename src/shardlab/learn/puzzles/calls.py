@@ -257,7 +257,7 @@ class Blocked:
     Attributes:
         rank: number of the rank.
         line: line of the student's code at which it waits.
-        task: task that waits: that of the rank, or a task that it started (`asyncio.gather` in a program).
+        task: task that waits: the rank's own, or a task that it started (`asyncio.gather` in a program).
     """
 
     rank: int

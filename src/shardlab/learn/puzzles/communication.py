@@ -32,7 +32,7 @@ class Contribution(Blocked):
         name: name of the collective, such as `allreduce`.
         layer, value: arguments of the call.
         time: simulated time at which the rank arrived.
-        collective: contribution of every rank (None: the rank has not arrived).
+        collective: the contributions of all ranks to the same collective, by rank (None: that rank has not arrived).
     """
 
     name: str

@@ -114,7 +114,7 @@ class Stores:
         self.time = event.end
 
     def derive(self, *values: Any) -> None:
-        """Count values that were created, received or read just now.
+        """Count, in this rank's memory, values that it created, received or read just now.
 
         If an earlier call counted a value, its elements are added to the memory of all events since that call.
         """

@@ -128,7 +128,7 @@ def rotate(features: Tensor, turns: Tensor, heads: int) -> Tensor:
     Args:
         features: (rows, T, features) of queries, then of keys, then of values.
         turns: rotations of the tokens, from `rotations`.
-        heads: number of heads to rotate: those of queries and of keys.
+        heads: number of heads to rotate: queries' and keys' heads together.
 
     Returns:
         A new tensor of the same shape.
@@ -184,7 +184,7 @@ class KeyValueCache:
         self._length = 0
 
     def add(self, new: Tensor) -> Tensor:
-        """Append keys and values of the next tokens, (rows, T, 2 kv_width), and return those of all tokens so far.
+        """Append keys and values of the next tokens, (rows, T, 2 kv_width). Return the keys and values of all tokens.
 
         A full buffer is replaced by one for twice as many tokens, so a text of n tokens copies at most 2 n of them.
         """

@@ -499,8 +499,8 @@ def with_auxiliary_loss(x: Tensor, loss: Tensor, share: Share) -> Tensor:
 
     Args:
         x: a result of the primitive.
-        loss: the auxiliary loss, a scalar, summed over the rank's microbatches. The gradient is that of the step's mean
-            over microbatches.
+        loss: the auxiliary loss, a scalar, summed over the rank's microbatches. The backward pass differentiates its
+            mean over the step's microbatches.
         share: the share in the primitive's operands.
     """
     return cast(Tensor, _WithLoss.apply(x, loss, share))

@@ -87,7 +87,7 @@ class FactorInputs:
         length: tokens of each sequence on this rank.
         share: the share of the layer that is computed.
         dropout: the masks of the primitive's block (None: nothing is dropped).
-        like: tensor with the factor's dtype and device.
+        like: any tensor with the dtype and the device that the factor shall have.
     """
 
     rows: int

@@ -143,7 +143,7 @@ def slices_of_rank(place: int, ranks: int, pieces: int = 1, stripes: int | None 
         place: coordinate of the rank along `cp`.
         ranks: number of context-parallel ranks.
         pieces: number of finer slices into which each of these is divided.
-        stripes: number of slices per rank (None: an early and a late one).
+        stripes: number of slices per rank, dealt in turn (None: an early and a late slice).
 
     >>> [slices_of_rank(place, 3) for place in range(3)]
     [(0, 5), (1, 4), (2, 3)]

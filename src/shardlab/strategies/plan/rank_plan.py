@@ -260,7 +260,7 @@ class ModelLayers:
         return bisect_right((self.blocks or self.pipeline_cuts)[1:-1], layer)
 
     def require(self, plan: Plan) -> None:
-        """Check that the layers are fine enough for a plan's mesh and recomputation.
+        """Check that the layers are cut finely enough for a plan's mesh and recomputation.
 
         Raises:
             UserError: if they are not. The message names the layers that the plan needs.

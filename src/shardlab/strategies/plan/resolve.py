@@ -77,14 +77,14 @@ def named_blocks(numbers: Iterable[int], model: ModelLayers) -> list[range]:
 
 
 def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> dict[int, range]:
-    """Return the runs of layers that are recomputed, by their last layer. A block on two stages is two runs.
+    """Return the runs of layers that are recomputed, each under its last layer. A block on two stages is two runs.
 
     With uniform-N, N blocks of a stage are one run (Megatron's recompute_method uniform).
 
     The forward pass keeps only the input of each run. For half-blocks, that is the residual and the branch at the run's
     first norm; with sequence parallelism, the rank's slice of both. Before the backward pass of a run, its forward pass
-    runs again, with all communication except that of its last layer's output, which nothing reads (Chen et al. 2016,
-    arXiv 1604.06174, section 4; Korthikanti et al. 2022, arXiv 2205.05198, section 5, "full recomputation").
+    runs again, with all communication except for its last layer's output, which nothing reads (Chen et al. 2016, arXiv
+    1604.06174, section 4; Korthikanti et al. 2022, arXiv 2205.05198, section 5, "full recomputation").
 
     Raises:
         UserError: if the plan names a block that the model does not have.

@@ -234,7 +234,7 @@ class GradientReducer(Generic[V]):
                 rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
 
     async def _directions(self) -> AsyncIterator[tuple[int, V | None]]:
-        """Yield each trained weight's layer, with the gathered direction of the update (None: no `direction_axes`).
+        """Yield each trained weight's layer, with the gathered direction of the update (None: it needs none).
 
         The next direction is prefetched.
         """

@@ -54,8 +54,8 @@ def v_half(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> It
 def v_min(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """V-Min: every rank holds at most (ranks + 4) // 3 microbatches. The bubble is at most 2/3 of that of 1F1B.
 
-    The limit of the bubble holds under the same conditions as that of V-Half. If the three passes take different times,
-    the bubble may grow with the number of microbatches.
+    The limit of the bubble holds under the same conditions as for V-Half. If the three passes take different times, the
+    bubble may grow with the number of microbatches.
 
     Source: Qi et al. 2024, arXiv 2405.15362, fig. 4. The slots are those of `stable_pattern_v_min` in
     github.com/sail-sg/zero-bubble-pipeline-parallelism.

@@ -7,7 +7,9 @@ from shardlab.strategies.schedules.steps import Steps
 
 
 def schedule_files(steps: Steps) -> dict[str, str]:
-    """Return a schedule as files that `shardlab train --schedule` reads; the CSV files are those of PyTorch."""
+    """Return a schedule as files that `shardlab train --schedule` reads: file names with their texts. The CSV files are
+    in PyTorch's formats.
+    """
     rows = export_csv(steps, form="compute_only").splitlines()
     program = PROGRAM.format(
         rows="".join(f'    "{row.replace(",", " ")}",\n' for row in rows),

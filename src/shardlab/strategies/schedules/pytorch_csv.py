@@ -101,7 +101,7 @@ class Cell:
         kind: one of `KINDS`.
         stage: stage of the action; for a message, the stage at this end.
         microbatch: microbatch (None: a step of a sharded stage).
-        written: text of the cell in the file, if it is in the format of torch 2.5 ("": it is in that of today).
+        written: text of the cell in the file, if that is in the format of torch 2.5 ("": it is in today's format).
     """
 
     row: int

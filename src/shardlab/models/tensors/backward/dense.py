@@ -204,7 +204,7 @@ def _(primitive: LatentProjection, places: TensorPlaces) -> BothPasses:
         assert angles is not None, "rotary positions have angles"
 
         def split(gradient: Tensor) -> Sequence[Tensor]:
-            """Split the gradient of queries or keys, by heads, into those of rotated and of other features."""
+            """Split the gradient of queries or keys, by heads, into rotated and other features."""
             each = ctx.of_sequences(gradient).unflatten(-1, (heads, -1))
             return each.split_with_sizes((sizes.rope_dim, sizes.nope_dim), -1)
 
