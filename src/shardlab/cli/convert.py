@@ -96,7 +96,7 @@ class Convert:
 
 
 def _with_settings(folder: Path) -> Path:
-    """Return the folder of a checkpoint: the given one, or the newest one if the folder is that of a run.
+    """Return the folder of a checkpoint: the given one or, for the folder of a run, that of its newest checkpoint.
 
     Raises:
         UserError: if the folder has no settings.

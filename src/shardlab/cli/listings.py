@@ -204,8 +204,9 @@ class Sent:
 
     Attributes:
         traffic: bytes, collectives and messages of the rank.
-        weights: amount of weights and gradients, in units of the model's weights.
-        activations: amount of activations, in units of one microbatch's activation between two layers.
+        weights: weights and gradients that it sends, as a multiple of the model's weights.
+        activations: activations, residuals, keys, values and their gradients that it sends, as a multiple of one
+            microbatch's activation between two layers.
     """
 
     traffic: Traffic

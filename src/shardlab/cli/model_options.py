@@ -154,7 +154,7 @@ class ModelOptions:
     sizes: SizeFlags = NO_SIZES
 
     def flag_values(self) -> dict[str, Any]:
-        """Return the name, and the values of the given flags by field of a model.
+        """Return the values of the given flags: the name of the model as `model`, and the fields that are changed.
 
         Raises:
             UserError: if flags contradict each other.

@@ -173,9 +173,10 @@ class Pictures:
         self.save_trace({"": (timeline, counters)})
 
     def save_each(self, timelines: Mapping[str, Timeline], name: str) -> None:
-        """Write several timelines of one strategy into the requested files, each under its key.
+        """Write several timelines of one strategy into the requested files.
 
         Args:
+            timelines: timelines by the name under which they are shown.
             name: title of the strategy.
         """
         if self.svg is not None:
@@ -201,7 +202,7 @@ class Pictures:
             save_timeline(timeline, path, title, unit, self.color_by)
 
     def save_trace(self, shown: Mapping[str, Shown]) -> None:
-        """Write timelines for trace viewers, each under its key, if --trace is given."""
+        """Write timelines, by the names under which they are shown, for trace viewers, if --trace is given."""
         if self.trace is None:
             return
         from shardlab.draw.trace_events import save_trace_events

@@ -50,7 +50,7 @@ class PassesCommand:
 
 
 def add_passes(report: Report, passed: Sequence[PassResult], time_text: Callable[[float], str]) -> None:
-    """Add the end of the step and the peak memory before the first pass and after each pass to a report.
+    """Add to a report the end of the step and the peak memory, before the first pass and after each pass.
 
     The JSON field `settled` is a value of --passes that gives the same program with any prices.
 
@@ -77,7 +77,7 @@ def add_passes(report: Report, passed: Sequence[PassResult], time_text: Callable
 
 
 def useless_offload(passed: Sequence[PassResult]) -> str:
-    """Return a warning if offloading does not lower the peak memory ("": it does)."""
+    """Return a warning if offloading does not lower the peak memory ("": it does, or nothing is offloaded)."""
     for before, after in pairwise(passed):
         if after.name == OFFLOAD and after.setting and after.peak >= before.peak:
             return (

@@ -72,7 +72,7 @@ class StepRequest:
         memory: memory of each device that the step may use (default: all of it).
         other_machine: whether a profile of another machine is accepted.
         as_if: whether a plan that the recipe's framework cannot run is predicted as if it could.
-        file: job file, for its plan.
+        file: job file. Its plan is used if neither a strategy, a plan nor a mesh is given.
     """
 
     model: str | Blocks | None = None

@@ -134,7 +134,7 @@ def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
 
 
 def _add_memory_verdicts(report: Report, outcomes: Sequence[Outcome]) -> None:
-    """Add the number of out-of-memory runs that were predicted, and the runs whose prediction of fitting was wrong."""
+    """Add how many out-of-memory runs are predicted not to fit, and the runs for which the prediction is wrong."""
     ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
     wrong = wrong_fits(outcomes)
     if ended:

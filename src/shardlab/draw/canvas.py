@@ -135,7 +135,7 @@ class Page:
     def write(self, axes: Axes, place: tuple[float, float], text: str, size: float, color: str) -> None:
         """Write a text centred at a position of some axes, whose limits must be set.
 
-        It uses few bytes of SVG, because a picture has thousands of such texts.
+        The text is written in few bytes of SVG, because a picture has thousands of such texts.
 
         Args:
             place: centre of the text, in the units of the axes.

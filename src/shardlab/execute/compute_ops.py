@@ -159,7 +159,7 @@ def load_kept(state: State, at: int, op: Op) -> Instruction:
 
 
 def scale(state: State, at: int, op: Op) -> Instruction:
-    """Multiply a gradient by a rational number or by counts of the step's tokens; in place if no other op reads it."""
+    """Multiply a gradient by a factor (see `Factor`), in place if no other op reads the gradient."""
     (given,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
     in_place = at in state.analysis.in_place.first_input
     assert factor is not None

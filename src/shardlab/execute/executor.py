@@ -192,7 +192,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, ops: Callable[[], None]) -> None:
-        """Record the operations of a call without running them."""
+        """Record the device operations of the call `ops()` without running them."""
         with torch.cuda.graph(
             self._graph, capture_error_mode="thread_local"
         ):  # NCCL's watchdog thread queries events during the capture

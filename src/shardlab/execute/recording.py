@@ -346,7 +346,7 @@ def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
 
 
 def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
-    """Return the offset of another clock from pairs (round-trip time, other clock minus this clock in mid-trip)."""
+    """Estimate the offset of another clock. A round is (round-trip time, other clock minus this clock at mid-trip)."""
     way, lead = min(rounds)
     bound = way / 2
     return ClockOffset(lead if abs(lead) > bound else 0.0, bound)

@@ -65,7 +65,7 @@ def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
 
 
 def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
-    """Return a function that joins the tensors of pieces: of parameters, features, sequences or microbatches."""
+    """Return a function that joins the members' tensors: pieces of parameters, features, sequences or microbatches."""
     first = members[0]
     if first.kind not in ROW_KINDS:
         return _of_parameters(shapes, members)

@@ -51,8 +51,8 @@ class Analysis:
         last_copies: indices of collectives that send a copy of an activation or gradient that no other op reads
             afterwards.
         empties: index of the buffer that is freed after an op, by the index of the op.
-        leaves_room: number of a kept weight whose memory is unused after a FREE, until a new weight arrives there; by
-            the index of the FREE.
+        leaves_room: for each FREE after which a kept weight's memory is unused until a new weight arrives there, by
+            index: the number of the kept weight.
     """
 
     def __init__(self, checked: Checked, rank: int) -> None:
@@ -128,7 +128,7 @@ class Analysis:
 
 
 def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
-    """Return (rank, index of the op) of the LOSS that reports each cell of the batch: the first that computes it."""
+    """Return, for each cell of the batch, (rank, index of the op) of the LOSS that reports it: the first LOSS on it."""
     owners: dict[int, tuple[int, int]] = {}
     for rank, tape in enumerate(checked.program.tapes):
         for at, op in enumerate(tape):
@@ -224,7 +224,7 @@ OF_GRADIENT = {gradient: kind for kind, gradient in GRADIENT_OF.items()}
 class Shapes:
     """Shapes of a program's values when it trains `model` on microbatches of `rows` sequences.
 
-    Every layer's flat buffer is padded so that it divides evenly into every number of slices of any value.
+    Every layer's flat buffer is padded so that its length is divisible by each number of slices that a value uses.
     """
 
     def __init__(self, checked: Checked, model: Model, rows: int, flat: list[int] | None = None) -> None:
@@ -249,7 +249,7 @@ class Shapes:
         return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
 
     def sections(self, spec: Spec) -> tuple[int, ...]:
-        """Return the features of each section of a value that can be split by heads.
+        """Return the number of features of each section of a value that can be split by heads.
 
         Keys and values have two sections, and so has the output of attention: its values, and its log-sum-exp. A head
         has a part of each section.

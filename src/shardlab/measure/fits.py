@@ -376,7 +376,7 @@ class LayerPoint:
         dtype: dtype of weights and activations.
         processes: number of processes that computed at the same time, each on its own device or core.
         seconds: seconds of one call: the mean over processes of the median over steps.
-        fastest: seconds of one call if each process's fastest call counts. Far below `seconds` if the machine was busy.
+        fastest: like `seconds`, with the minimum over steps in place of the median; far below it on a busy machine.
         kernels: (family, FLOPs, bytes) of each kernel.
     """
 

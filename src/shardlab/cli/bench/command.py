@@ -93,7 +93,7 @@ class Measuring:
             ranks: number of ranks.
             function: `function(rank, device, bench, file)` runs on each rank. It writes points into the file, and
                 returns whether this process reports them.
-            bench: sizes to measure.
+            bench: plan of the measurement.
             show: function that adds the points to a report; its last argument is --verbose.
             draw: function that draws the points into a file.
         """

@@ -84,7 +84,7 @@ def add_passes(report: Report, rows: Sequence[PassesRow], ranks: int) -> None:
 
 @dataclass(frozen=True)
 class PassesRow:
-    """Passes of one of our strategies with one size of the model.
+    """Passes of one strategy at one size of the model, with their predicted and measured gains.
 
     Attributes:
         pair, size: pair of strategies, and size of the model. Only Shardlab's strategy of the pair is timed.

@@ -243,7 +243,7 @@ def _line(fitted: FittedLine | None) -> tuple[str, str, str]:
 
 
 def _add_doubts(report: Report, fits: dict[tuple[str, int], FittedLine]) -> None:
-    """Add each reason to doubt fitted lines, with their collectives."""
+    """Add each reason to doubt fitted lines, with the collectives of these lines."""
     several = len({ranks for _, ranks in fits}) > 1
     for reason in dict.fromkeys(fitted.doubt for fitted in fits.values() if fitted.doubt):
         keys = [key for key, fitted in fits.items() if fitted.doubt == reason]

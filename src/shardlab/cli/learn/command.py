@@ -246,7 +246,7 @@ class Learn:
 
     @property
     def elsewhere(self) -> dict[str, str]:
-        """Error messages for the name or number of an exercise in place of a subcommand."""
+        """Error messages by wrong subcommand: the name or the number of an exercise."""
         words = [word for entry in all_entries() for word in (entry.name, str(entry.exercise.number))]
         return {word: f"give one exercise: shardlab learn watch {word}" for word in words}
 

@@ -112,7 +112,7 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
 def run_command(command: list[str], *, json: bool) -> int:
     """Run a command, and return its exit status. With --json, its output goes to stderr.
 
-    Ctrl-C reaches the command as well. It then saves, says so and ends, and this function waits for it.
+    Ctrl-C reaches the command as well. The command then saves, says so and ends, and this function waits for its end.
     """
     with subprocess.Popen(command, stdout=sys.stderr if json else None) as process:
         try:
@@ -203,7 +203,7 @@ def _copy_with(file: Path, lines: str) -> Path:
 
 
 def _new_folder(runs: Path, name: str) -> Path:
-    """Return the path of a folder for a run that does not exist yet."""
+    """Return the path of a folder for a new run. The folder does not exist yet."""
     number = 1
     while (folder := runs / f"{name}-{number}").exists():
         number += 1
@@ -259,7 +259,7 @@ def _meaning(step: dict[str, Any], parts: list[dict[str, Any]]) -> str:
 
 
 def predicted_timeline(checked: Checked, measured: Measured) -> tuple[Timeline, float]:
-    """Return the timeline in seconds that the costs of the course predict, and their unit of time in seconds."""
+    """Return the timeline that the costs of the course predict, scaled to seconds, and the seconds of a time unit."""
     timeline = simulate(checked)
     units = seconds = 0.0
     for events, times in zip(timeline.events, measured.seconds, strict=True):

@@ -20,7 +20,8 @@ def check_folder(folder: Path, problem: Problem, *, force: bool) -> None:
     """Check before the search that the files of the recipe's framework can be written into a folder.
 
     Raises:
-        UserError: if there is no such framework, the folder is a file or has no parent, or a file in it is a user's.
+        UserError: if Shardlab writes no files for the recipe's framework, if the folder is a file or its parent does
+            not exist, or if a file would be overwritten that Shardlab did not write.
     """
     from shardlab.frameworks.writers.write import WRITERS, framework_of
 

@@ -278,7 +278,7 @@ class ScheduleSearch:
         return report
 
     def _compare_steps(self, report: Report, result: FoundSchedule, step: Estimate, workload: Workload) -> None:
-        """Add the predicted step, updates and reductions included, with the found and the best published schedule."""
+        """Add predicted whole steps (with updates and reductions) of the found and of the best published schedule."""
         text = f"{seconds_text(step.step)}, {bytes_text(step.peak.bytes)} of tensors on the fullest rank"
         report.fact("whole step", f"{text} (with updates and reductions)", step=step.step, tensors=step.peak.bytes)
         if (best := result.best_published) is not None:

@@ -359,7 +359,7 @@ def rank_row(activity: Activity, start: float, end: float, width: int) -> Text:
 
 
 def misleading_share(activity: Activity, start: float, end: float, width: int) -> float:
-    """Return the share of an interval in which the rank does something else than a row of signs shows."""
+    """Return the share of an interval in which a row of `width` signs does not show what the rank does."""
     shares = activity.shares(start, end, width)
     every = [*shares.compute.values(), *shares.exposed.values(), shares.idle]
     most = np.max(every, axis=0)

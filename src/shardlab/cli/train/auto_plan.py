@@ -142,10 +142,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class PlannedRuns:
-    """Run with each plan that may be the fastest.
+    """Runs to choose from, one with each plan that may be the fastest.
 
     Attributes:
-        runs: runs with these plans. The plan that is predicted fastest comes first.
+        runs: the runs. The one with the plan that is predicted fastest comes first.
         seconds: approximate time for measuring them.
     """
 

@@ -168,7 +168,7 @@ def _only_named(names: str) -> str:
 
 
 def _priced_precision(precision: str) -> str:
-    """Return the precision whose prices apply: for float64 that of float32, for others the precision itself."""
+    """Return the precision whose prices are used: fp32 in place of fp64, otherwise the precision itself."""
     return "fp32" if precision == "fp64" else precision
 
 

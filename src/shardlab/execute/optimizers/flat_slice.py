@@ -160,7 +160,7 @@ class Slice:
         return self._parked.reload()
 
     def current(self, kept: Tensor) -> Tensor:
-        """Return a tensor of the optimizer state where it is now, offloaded or not."""
+        """Return a tensor of the optimizer state: `kept` itself or, while it is offloaded, a view of its copy."""
         return self._parked.current(kept)
 
     def make_moments(self, updates: int) -> None:

@@ -144,7 +144,7 @@ class Communicator:
 
     Attributes:
         transports: transport of each group that this rank belongs to.
-        wait_of: function that returns the wait of a work in flight. A recorder replaces it.
+        wait_of: function from a work in flight to the function that waits for it. A recorder replaces it.
     """
 
     def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:

@@ -107,7 +107,7 @@ class SmokeRun:
     Attributes:
         strategy: name of the strategy.
         verdict: differences from the results of a single device.
-        unequal: ranks with a slice of weights that differs from that of the first rank that holds the same slice.
+        unequal: ranks whose copy of a slice of weights differs from the copy on the first rank that holds this slice.
     """
 
     strategy: str
@@ -284,7 +284,7 @@ def _clock_offset(rank: int, device: torch.device) -> float:
 
 
 def _unequal_ranks(state: State) -> list[int]:
-    """Return the ranks that hold a slice whose values differ, bitwise, from those of the first rank with this slice."""
+    """Return the ranks whose copy of a slice differs, bitwise, from the copy on the first rank that holds the slice."""
     mine = {
         (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
         for (layer, holds), slices in state.kept.items()

@@ -240,7 +240,7 @@ class LowerBound:
         one_in: number of shards of the optimizer state. The optimizer updates one shard of every parameter.
 
     Attributes:
-        modules: as given.
+        modules: the argument `modules`.
         optimizer: optimizer of the modules' parameters, or of one shard of each.
     """
 

@@ -208,7 +208,7 @@ class StrategyPair:
         replicas: number of copies of the optimizer state, each sharded over its ranks (None: every rank has the whole
             state).
         stages: pipeline stages of each rank.
-        passes: passes on our program, by name.
+        passes: names of the passes that rewrite our program.
     """
 
     name: str

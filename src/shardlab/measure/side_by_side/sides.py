@@ -139,7 +139,7 @@ def compare_rank(
 
 
 def find_transport(device: torch.device, transport: str = "") -> str:
-    """Return the transport of both sides: the requested one, or the fastest one of this world.
+    """Return the transport of both sides: `transport` or, if it is empty, the fastest one that these ranks can use.
 
     Raises:
         UserError: if the requested transport is not available.
