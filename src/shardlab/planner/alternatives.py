@@ -33,8 +33,9 @@ class Alternative:
         choice: the choice in words, such as `tp 4 instead of 8`.
         candidate: the plan.
         answer: its forecast, with the parts of its step time.
-        better: the fastest other plan of the search with the same size of the axis that the choice is about (None:
-            there is none).
+        better: the fastest plan of the search that fits and has the alternative's size on the axis that the choice
+            changes, such as tp 4 (None: it is the alternative itself, there is none, or no axis of `MODEL_AXES`
+            changes).
     """
 
     topic: Topic
@@ -47,7 +48,7 @@ class Alternative:
 def nearest_alternatives(
     problem: Problem, chosen: Candidate, timed: TimedQueries, fitting: Sequence[PlanOutcome] = ()
 ) -> list[Alternative]:
-    """Return the nearest alternative of each choice with its forecast, without those that cannot be run.
+    """Return the nearest alternatives of each choice that can be run, with their forecasts.
 
     Args:
         fitting: plans of the search that fit, the fastest first.
@@ -62,9 +63,9 @@ def nearest_alternatives(
 
 
 def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
-    """Return the fastest plan with the size of an axis that an alternative has instead of the chosen one, such as tp 4.
+    """Return the fastest plan that fits and has an alternative's size (tp 4) on the axis that the alternative changes.
 
-    Returns None if the alternative is that plan, or if it does not change the size of an axis of `MODEL_AXES`.
+    Returns None if that plan is the alternative itself, if there is none, or if no axis of `MODEL_AXES` changes.
     """
     one, mesh = chosen.plan.mesh, other.plan.mesh
     axis = next((axis for axis in MODEL_AXES if getattr(mesh, axis) != getattr(one, axis)), None)
@@ -216,7 +217,7 @@ def _better(alternative: Alternative, chosen: Answer) -> str:
 
 
 def _why(answer: Answer, chosen: Answer) -> str:
-    """Return the part of the step with the largest difference, before and after, as shares of the chosen step."""
+    """Return the part of the step time that differs most, before and after, as shares of the chosen plan's step."""
     if answer.shares is None or chosen.shares is None:
         return ""
     theirs, ours = answer.shares.parts, chosen.shares.parts

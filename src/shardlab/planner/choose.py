@@ -56,8 +56,8 @@ class PlanChoice:
         families: the best plan of each family, with the parts of its step time.
         path: seconds of each part of the critical path (empty: unknown).
         alternatives: the nearest alternative of each choice.
-        helps: relative gain in tokens/s if a resource is doubled (0.1: 10% more), by resource. The gain of memory is
-            that of the best plan of a second search. For other resources, the plan stays the same.
+        helps: relative gain in tokens/s if a resource is doubled (0.1: 10% more), by resource. The gain of memory comes
+            from the best plan of a second search; for other resources, the plan stays the same.
         missed: questions that were left out because the time was up, as text ("": none).
         error_model: model of the prediction errors (None: no measurements are planned).
     """
@@ -212,5 +212,5 @@ def find_contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
 
 
 def least_seconds(outcomes: Sequence[PlanOutcome]) -> float:
-    """Return the predicted seconds to run the smallest number of steps of all contenders."""
+    """Return the predicted seconds to run `STEPS` steps of each plan, the smallest number of measured steps."""
     return STEPS * sum(each.seconds for each in outcomes)

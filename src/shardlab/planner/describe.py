@@ -170,7 +170,7 @@ def simulate_flags(problem: Problem, candidate: Candidate) -> str:
 def train_command(
     problem: Problem, candidate: Candidate, words: str, job: str | None = None, *, run: str = "", name: str = ""
 ) -> str:
-    """Return the command that trains under a candidate: on this machine, or as a job on several nodes.
+    """Return the command that trains with a candidate's plan: on this machine, or as a job on several nodes.
 
     Args:
         problem: the problem.
@@ -192,7 +192,7 @@ def train_command(
 
 
 def layout_flags(problem: Problem, plan: Plan) -> str:
-    """Return the flags of a plan, also for choices that are defaults of plans but not of the recipe."""
+    """Return the flags of a plan, including choices that are defaults of `Plan` but not of the recipe."""
     fields, defaults = chosen_fields(plan), problem.recipe.defaults
     if plan.reduce_at != defaults.reduction(plan.zero_stage):
         fields["reduce_at"] = plan.reduce_at
@@ -220,7 +220,7 @@ def summary(candidate: Candidate) -> str:
 
 
 def _particulars(plan: Plan) -> dict[str, bool]:
-    """Return, for each of some unusual choices in two or three words, whether a plan makes it."""
+    """Return whether a plan makes each of some unusual choices, which the keys describe in two or three words."""
     mesh, shards = plan.mesh, plan.shard_optimizer
     return {
         "state along cp": "cp" in shards,

@@ -69,7 +69,7 @@ class ErrorModel:
         plans: the plans with their predictions.
         shares: parts of each plan's step time (None: unknown).
         measured: seconds of the measured plans, by their number in `plans`.
-        error: mean relative size of a prediction's error.
+        error: mean absolute relative error of a prediction.
     """
 
     plans: Sequence[PlanOutcome]
@@ -97,7 +97,10 @@ class ErrorModel:
         return variance * self.kernel[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
 
     def _common(self, inner: Array) -> float:
-        """Return the common error of the measured plans. `inner` is the covariance of the other errors."""
+        """Return the common error of the measured plans.
+
+        `inner` is the covariance of their errors without the common part.
+        """
         ones = np.linalg.solve(inner, np.ones(len(inner)))
         return float(ones @ self.errors / ones.sum())
 
@@ -259,7 +262,7 @@ def _same(model: ErrorModel, one: int, other: int) -> bool:
 
 
 def _improvement(model: ErrorModel, best: int, at: int, left: Array) -> tuple[float, float]:
-    """Return the expected improvement of a plan over the best one, as a share of the step, and the chance of any.
+    """Return a plan's expected improvement over the best one, as a share of the step, and the chance that it is faster.
 
     Args:
         left: covariance of the errors, given the plans that are measured or chosen so far: (plans, plans).
@@ -287,7 +290,7 @@ def _why(model: ErrorModel, best: int, at: int, chance: float) -> str:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of values that differ, as flags."""
+    """Return the names of the values that differ, written with hyphens."""
     return [name.replace("_", "-") for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
 
 
@@ -394,7 +397,7 @@ def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
     It is `error`, or the spread of measured / predicted seconds among the measured plans if that is larger.
 
     Args:
-        error: mean relative size of the error of a prediction.
+        error: mean absolute relative error of a prediction.
     """
     times = [seconds / outcome.seconds for outcome, seconds in measured]
     return max(error, max(times, default=1.0) / min(times, default=1.0) - 1)
@@ -406,7 +409,7 @@ def fit_errors(results: Results, measured: Sequence[MeasuredOutcome], error: flo
     Args:
         results: results of the search. Measured plans are added to them, and their order changes.
         measured: measured plans that fit.
-        error: mean relative size of the error of a prediction.
+        error: mean absolute relative error of a prediction.
         timed: queries for the parts of step times, as long as there is time.
     """
     ran = [outcome for outcome, _ in measured]

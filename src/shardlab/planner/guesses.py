@@ -114,7 +114,10 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
         return times
 
     def reductions() -> float:
-        """Return the seconds to reduce all gradients over each axis in turn. Each axis leaves less for the next."""
+        """Return the seconds to reduce all gradients over each axis in turn.
+
+        An axis that shards leaves less for the next.
+        """
         bytes, seconds = weights * precision.bytes(Kind.GRAD_WEIGHT), 0.0
         for axis in ("dp_shard", "dp_replicate", "cp"):
             sharded = axis in plan.shard_optimizer

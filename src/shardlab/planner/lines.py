@@ -187,7 +187,7 @@ def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | 
 
 
 def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
-    """Return the fields of a plan with about `stages` stages on `pp` ranks in total (1f1b if no number is possible)."""
+    """Return the fields of a plan that has about `stages` stages in total on `pp` ranks (1f1b if none is possible)."""
     counts = stage_counts(problem.model.layers, pp)
     if not counts:
         return {"schedule": "1f1b", "stages_per_rank": None}

@@ -48,7 +48,10 @@ def explain_no_fit(problem: Problem, results: Results) -> str:
 
 
 def _advice(problem: Problem, candidate: Candidate) -> str:
-    """Return the advice if no plan fits: fewer limits, or more devices (how many, if weights and state do not fit)."""
+    """Return the advice if no plan fits: fewer limits, or more devices.
+
+    The number of devices is given if weights and optimizer state alone do not fit.
+    """
     sharded = zero_plan(problem.cluster.size, 3)
     state = model_state(sharded, problem.model.parameter_count, candidate.precision, problem.recipe, problem.optimizer)
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes

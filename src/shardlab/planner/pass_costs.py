@@ -268,7 +268,7 @@ class LayerPrices:
 
         Args:
             layer: number of the layer.
-            degree: number of neighbours that exchange slices for heads.
+            degree: number of adjacent ranks of cp that exchange slices of the sequence for heads.
             forward, backward: seconds of attention without exchanges.
         """
         near, ring = group_of("cp", self._contexts[:degree]), group_of("cp", self._contexts[::degree])

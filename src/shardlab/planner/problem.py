@@ -83,7 +83,7 @@ class Limits:
         return {name: value for name, value in self.fixed.items() if name not in AXES}
 
     def tried(self, name: str, values: Sequence[T]) -> Sequence[T]:
-        """Return the values of a field, or sizes of an axis, to try: the fixed one, or else `values`."""
+        """Return the values to try for a field or for the size of an axis: the fixed value, or else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
     def allows(self, name: str, size: int) -> bool:

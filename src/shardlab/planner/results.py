@@ -99,14 +99,14 @@ class Results:
         return self.seconds - (self.improvements[-1].after if self.improvements else 0.0)
 
     def families(self) -> dict[str, PlanOutcome]:
-        """Return the fastest outcome that fits of each family. A family without one is left out."""
+        """Return the fastest fitting outcome of each family. A family without a fitting outcome is left out."""
         best: dict[str, PlanOutcome] = {}
         for each in self.fitting:
             best.setdefault(each.family, each)
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Return the simulated plan with the fewest bytes, and its bytes, for each family of which no plan fits."""
+        """Return, for each family of which no plan fits, the fewest bytes of a simulated plan, and this plan."""
         fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
         for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.unlimited, repr(each.candidate))):
             if each.family not in fitting:

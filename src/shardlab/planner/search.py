@@ -145,7 +145,7 @@ class Corrections:
     A correction of seconds is a factor. A correction of bytes is a number of bytes to add.
 
     Args:
-        unknown: correction of guesses for which none has been learned.
+        unknown: correction of a guess if none has been learned for its kinds.
     """
 
     def __init__(self, unknown: float) -> None:
@@ -188,9 +188,9 @@ class Goal:
         family: the family (None: all).
         best: seconds of the fastest plan that fits.
         missed: number of explored lines without a plan that fits.
-        fitting: heap of plans that fit, or ran out of memory when they were run, and whose neighbours are not guessed
-            yet, as (seconds, serial number, plan).
-        misses: heap of plans that do not fit and whose neighbours are not guessed yet, as (bytes, serial number, plan).
+        fitting: heap of (seconds, serial number, plan) of plans whose neighbours are not queued yet. The plans fit, or
+            ran out of memory in a measured run.
+        misses: heap of (bytes, serial number, plan) of all other plans whose neighbours are not queued yet.
     """
 
     family: str | None
@@ -214,8 +214,9 @@ class Goal:
     def expand(self, slack: float) -> Candidate | None:
         """Pop the plan whose neighbours are guessed next (None: there is none).
 
-        It is the fastest plan of `fitting`, unless it is slower than the best plan by more than `EXPANDED` and `slack`
-        (in the search for a family: slower at all). If no plan fits, it is the plan with the fewest bytes.
+        It is the fastest plan of `fitting`, unless that plan is slower than the best one by more than the larger of
+        `EXPANDED` and `slack` (in the search for a family: slower at all). If no plan fits, it is the plan with the
+        fewest bytes.
         """
         if self.best == inf:
             return heappop(self.misses)[2] if self.misses else None
@@ -238,7 +239,7 @@ class Search:
         on_progress: callback for progress reports.
         change: resource of the problem that is doubled for the search ("": none).
         best: seconds of a known plan. Only faster plans are searched.
-        slack: share by which a plan may be expected to be slower than the fastest one and is still simulated.
+        slack: share by which a plan may be expected to be slower than the fastest one and still be simulated.
         families: whether to search for the fastest plan of each family too.
         ran_out: plans that ran out of memory when they were run.
     """

@@ -325,9 +325,10 @@ def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
 def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool) -> tuple[int, ...]:
     """Return the `layers_per_stage` of a plan.
 
-    The first and the last stage have one block fewer, since embedding and head take time as well (Megatron's standalone
-    embedding; Llama 3, arXiv 2407.21783, section 3.3.2), if the number of stages divides the number of blocks plus two,
-    and either does not divide the number of blocks or `fewer_at_ends` is true.
+    The first and the last stage may have one block fewer, since embedding and head take time as well (Megatron's
+    standalone embedding; Llama 3, arXiv 2407.21783, section 3.3.2). They do if the number of stages divides the number
+    of blocks plus two, no stage is left without a block, and either `fewer_at_ends` is true or an even split is
+    impossible.
 
     >>> layers_per_stage(10, 4, fewer_at_ends=True, halves=False)
     (2, 3, 3, 2)

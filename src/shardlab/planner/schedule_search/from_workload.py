@@ -215,7 +215,7 @@ class _Replay:
 
     Attributes:
         stages: the passes of each stage.
-        message: largest time from the end of a stage's forward pass to the start of the next stage's.
+        message: largest time from the end of a stage's forward pass to the start of the next stage's forward pass.
         beside: for each rank, the largest number of bytes at any op besides the activations of its stages. The search
             does not count these bytes.
         budget: bytes of a device for tensors.

@@ -26,8 +26,8 @@ class Policy:
         patience: longest time for which a rank waits for an input half that is not ready yet, while a forward pass is
             ready, as a multiple of the rank's longest forward pass.
         gap: shortest gap in which a weight half runs, as a share of the half's time.
-        late_first: order of forward passes that are ready: the latest stage first, or (False) the earliest microbatch
-            first.
+        late_first: whether, of the forward passes that are ready, the one of the latest stage runs first. Otherwise,
+            the one of the earliest microbatch does.
         pending: largest number of weight halves that wait on a rank. If there are more, the rank runs one of them next.
     """
 

@@ -35,8 +35,8 @@ class StageCosts:
         forward, input, weight: times of the forward pass and of the two halves of the backward pass. If the weight half
             takes no time on any stage, the input half is the whole backward pass.
         activation: memory in use from the start of the forward pass to the start of the input half.
-        kept: memory in use from then to the end of the weight half (None: as much as `activation`). It is larger if the
-            input half computes activations again.
+        kept: memory in use from the start of the input half to the end of the weight half (None: as much as
+            `activation`). It is larger than `activation` if the input half computes activations again.
     """
 
     forward: float

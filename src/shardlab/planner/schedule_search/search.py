@@ -1,4 +1,4 @@
-"""Search for a schedule: published schedules, greedy schedules, then a local search until time or evaluations end."""
+"""Search for a schedule: published schedules, greedy schedules, then a local search until a limit is reached."""
 
 from __future__ import annotations
 

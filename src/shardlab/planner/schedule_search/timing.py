@@ -123,7 +123,7 @@ class Timing:
 
     @property
     def time(self) -> float:
-        """Time of the schedule that the objective of the problem means: of the step, or of the longest span."""
+        """Time that the problem's objective minimizes: the time of the step, or the longest span of a rank."""
         ends = [self.end[order[-1]] for order in self.orders]
         if self.passes.problem.objective == "step":
             return max(ends)

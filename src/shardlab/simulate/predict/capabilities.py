@@ -32,11 +32,12 @@ class CanRun:
         sequence_parallel: whether tensor-parallel ranks cut sequences.
         schedules: pipeline schedules, by Shardlab's names.
         microbatches: by schedule, conditions on the microbatches of a data-parallel rank: "at least pp - 1", "at least
-            pp", "at least stages", "multiple of pp", and "multiple of rounds" (of `microbatches // pp`).
+            pp", "at least stages", "multiple of pp", and "multiple of rounds", where the number of rounds is
+            `microbatches // pp`.
         pipeline_ranks: by schedule, the smallest number of pipeline ranks.
         stages: "even" if all stages must have the same number of blocks.
         recompute: supported recomputation: none, selective, full; first, uniform and every for first-N, uniform-N and
-            every-N; blocks for any numbers of blocks; per-op, modules and policies inside blocks.
+            every-N; blocks for any blocks, given by number; per-op, modules and policies inside blocks.
         context: how queries reach other ranks' keys and values: ring, all_gather, ulysses, ulysses+ring.
         precisions: names of precisions, without the dtype of gradients.
         offload: values that may be kept on the host or the disk.
@@ -70,7 +71,7 @@ class CanRun:
         return (self.zero_stages_with_pp if pp > 1 else ()) or self.zero_stages or (0, 1, 2, 3)
 
     def reshards(self, pp: int) -> tuple[str, ...]:
-        """Return the supported times of freeing gathered parameters with `pp` pipeline ranks, the usual one first."""
+        """Return the times at which gathered parameters can be freed with `pp` pipeline ranks, the usual one first."""
         return (self.reshard_after_with_pp if pp > 1 else ()) or self.reshard_after
 
     def conform_stage(self, zero: int, pp: int) -> int:

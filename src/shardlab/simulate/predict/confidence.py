@@ -142,7 +142,7 @@ def measured_runs() -> tuple[RunErrors, ...]:
 
 @cache
 def first_sight() -> tuple[RunErrors, ...]:
-    """Return the errors of first predictions: runs of publishers of which no run was known at the time."""
+    """Return the errors of first predictions, made before any run of the publisher was known."""
     return _read("first_sight")
 
 
@@ -166,8 +166,9 @@ class Confidence:
         bias: mean of the signed errors. Below 0, predictions are too fast or too small.
         basis: the runs as text, such as "26 runs of megatron-core on h100".
         recipes, devices, publishers: recipes, devices and publishers of the runs.
-        unmeasured: properties of the step that no run of its recipe has, or the only publisher of its kind, as text.
-        at_least: mean absolute error of first predictions, if the step is unmeasured (0: it is not).
+        unmeasured: as text, properties of the step that no run of its recipe has or, if there are none, the fact that
+            only one publisher measured its kind (empty: the kind is measured).
+        at_least: lower bound of the expected error, from first predictions, if the step is unmeasured (0: it is not).
     """
 
     figure: Figure
@@ -218,7 +219,10 @@ def step_confidence(step: Step) -> tuple[Confidence, ...]:
 
 
 def confidences(kind: Kind, cluster: Cluster) -> tuple[Confidence, ...]:
-    """Return the confidence of the time and the memory of steps of a kind. Memory on CPU cores is not measured."""
+    """Return the confidence of the time and memory of a kind's steps.
+
+    With a profile, only that of the time is known.
+    """
     if cluster.profile is not None:
         return (ON_PROFILES,)
     return confidence(kind, "time"), confidence(kind, "memory")
@@ -226,11 +230,11 @@ def confidences(kind: Kind, cluster: Cluster) -> tuple[Confidence, ...]:
 
 @cache
 def confidence(kind: Kind, figure: Figure, without: str = "") -> Confidence:
-    """Return the confidence of a figure of steps of a kind, from the runs of the nearest kinds.
+    """Return the confidence of the time or the memory of a kind's steps, from the runs of the nearest kinds.
 
     Args:
         kind: the kind.
-        figure: the figure.
+        figure: "time" or "memory".
         without: publisher whose runs are left out.
     """
     measured = [each for each in measured_runs() if each.publisher != without]
@@ -266,7 +270,7 @@ mixtures were 64 % too fast at first."""
 
 
 def _first_error(first: Sequence[RunErrors], near: Sequence[RunErrors], kind: Kind, figure: Figure) -> float:
-    """Return the error of a first prediction of a kind (0: there is none, or the kind is measured).
+    """Return the lower bound of a kind's expected error that follows from first predictions (0: `first` is empty).
 
     Args:
         first: first predictions of the nearest kinds.
@@ -352,8 +356,9 @@ def may_not_fit(found: Sequence[Confidence], total: float, capacity: float) -> s
     """Return a warning if a step leaves less memory free than its expected error ("": it leaves enough).
 
     Args:
-        found: confidence of its figures.
-        total, capacity: bytes that are predicted to be in use on the fullest device, and bytes of its memory.
+        found: confidence of the step's figures.
+        total: predicted bytes in use on the fullest device.
+        capacity: bytes of the device's memory.
     """
     error = next((each.error * total for each in found if each.figure == "memory"), 0.0)
     if total + error <= capacity:

@@ -7,8 +7,8 @@ is the one that it sends itself, rotated back. The traced ops obey all rules of 
 check: it assumes that the absent ranks do the same.
 
 A value is a set of slices, stored as bits. The bits count slices in mixed radix, with one digit for each axis of the
-mesh that cuts. The next rank along an axis has the same slices with that digit one higher, and the last rank has the
-slices of the first. So a rotation (`Rotation`) is a cyclic shift of one digit of each number (`cycled`).
+mesh that cuts the value. The next rank along an axis has the same slices with that digit one higher; after the last
+rank comes the first. So a rotation (`Rotation`) is a cyclic shift of one digit of each number (`cycled`).
 
 This file contains, in order: `fold` and its world, which derives collectives and messages of absent ranks; helpers
 about groups and channels; `Rotation`.
@@ -338,10 +338,10 @@ class Rotation:
         return cycled(mask, count, count // outer, size, by)
 
     def _rotated_kv_done(self, spec: Spec, kv_done: int, by: int) -> int:
-        """Rotate the set of slices of the sequence to whose keys a value's queries have attended.
+        """Rotate the set of the sequence's slices whose keys a value's queries have attended to.
 
-        Slices that the causal mask excludes are not in the set. So the ranks whose keys have been attended to are found
-        by each rank's last slices, which are never masked, and it is these ranks that are rotated.
+        The set leaves out slices that the causal mask excludes. So the ranks whose keys have been attended to are found
+        first, by each rank's last slices, which are never masked. Then these ranks are rotated.
         """
         sequence = self.space.sequence
         last = sequence - self.mesh.cp * self.mesh.tp
@@ -407,7 +407,8 @@ class Rotation:
     def _neighbour(self, rank: int, by: int, neighbours: int) -> int:
         """Return the context-parallel rank at distance `by` from a rank.
 
-        The distance inside a group of `neighbours` adjacent ranks is a digit of `by`, and that between groups another.
+        `by` has two digits: the distance between groups of `neighbours` adjacent ranks, and the distance inside a
+        group.
         """
         outer, inner = divmod(rank, neighbours)
         return (outer + by // neighbours) * neighbours % self.mesh.cp + (inner + by) % neighbours

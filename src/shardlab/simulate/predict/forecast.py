@@ -70,7 +70,7 @@ Replayed = tuple[float, Sequence[Peak]]
 
 @dataclass(frozen=True)
 class SwitchEffect:
-    """Effect of another value of one switch of the recipe on a step.
+    """Change of a step's time if one switch of the recipe has another value.
 
     Attributes:
         name: name of the switch.
@@ -95,7 +95,7 @@ LEAST_EFFECT = 0.01
 def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
     """Return the switches of the recipe with an effect on a step's time, the largest effect first.
 
-    A program without a plan, or with passes, has none.
+    The list is empty for a program without a plan, and for a program that passes rewrite.
 
     Args:
         workload: the step of a plan.
@@ -142,7 +142,8 @@ class CompressedReplay:
 
     Args:
         workload: the workload.
-        each: microbatches of each data-parallel rank for which the plan is resolved. Calls may give other numbers.
+        each: number of microbatches of each data-parallel rank with which the plan is resolved. Calls may give other
+            numbers.
 
     Attributes:
         kinds: kinds of ranks, each with the steps that were computed for it.

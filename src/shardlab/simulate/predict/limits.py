@@ -126,7 +126,7 @@ def _pipeline(plan: Plan, name: str, can: CanRun, each: int, model: Blocks) -> I
 
 
 def _condition(text: str, plan: Plan, each: int, model: Blocks) -> tuple[int, bool]:
-    """Return the number of a condition on microbatches, and whether they must be a multiple of it."""
+    """Return the number in a condition on microbatches, and whether it reads "multiple of" rather than "at least"."""
     pp = plan.mesh.pp
     stages = pp * plan.stages_on_rank(model.layers) if text.endswith("stages") else 0
     known = {
@@ -176,7 +176,7 @@ def _activations(plan: Plan, name: str, can: CanRun, step: Workload) -> Iterator
 
 
 def recompute_kind(plan: Plan) -> str:
-    """Return the word of `CanRun.recompute` for a plan's recomputation: "blocks" if the plan numbers the blocks."""
+    """Return the word of `CanRun.recompute` for a plan's recomputation: "blocks" if the plan lists blocks by number."""
     if isinstance(plan.recompute, tuple):
         return "blocks" if plan.recompute else "none"
     return plan.counted_recompute[0] if plan.counted_recompute else plan.recompute
@@ -188,13 +188,13 @@ def context_kind(plan: Plan) -> str:
 
 
 def _data_ranks(plan: Plan) -> int:
-    """Return the number of ranks along the data-parallel axes, and the axes that shard the optimizer state."""
+    """Return the product of the sizes of all data-parallel axes and all other axes that shard the optimizer state."""
     sizes = plan.mesh.sizes()
     return math.prod(sizes[axis] for axis in {*DATA_AXES, *plan.shard_optimizer})
 
 
 def _replicas_of_shards(plan: Plan) -> int:
-    """Return how many data-parallel ranks keep the same slice of the optimizer's state (0: none, or no slices)."""
+    """Return how many data-parallel ranks keep the same slice of the optimizer state (0: one, or it is not sliced)."""
     sizes = plan.mesh.sizes()
     replicas = math.prod(sizes[axis] for axis in DATA_AXES if axis not in plan.shard_optimizer)
     return replicas if plan.shard_optimizer and replicas > 1 else 0

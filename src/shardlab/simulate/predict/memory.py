@@ -243,7 +243,7 @@ def _is_last_stage(inputs: MemoryInputs, peak: Peak) -> bool:
 
 
 def router_graph_bytes(inputs: MemoryInputs) -> float:
-    """Return the bytes that the graphs of all recomputed blocks of a rank but one hold until the next step."""
+    """Return the bytes that graphs of recomputed blocks hold until the next step, for all blocks of a rank but one."""
     plan, model, mesh = inputs.plan, inputs.model, inputs.mesh
     each = inputs.recipe.memory.router_graph_bytes
     if not each or not isinstance(model, MoE) or not isinstance(plan, Plan) or plan.recompute == "none":
@@ -253,7 +253,7 @@ def router_graph_bytes(inputs: MemoryInputs) -> float:
 
 
 def stream_bytes(inputs: MemoryInputs, peak: Peak) -> float:
-    """Return the bytes of FSDP2's streams and root group beyond a rank's peak."""
+    """Return the bytes that FSDP2's separate streams and its gathered root group add to a rank's peak."""
     if not _shards(inputs, Kind.WEIGHT):
         return 0.0
     mesh, model, precision = inputs.mesh, inputs.model, inputs.state_precision

@@ -236,7 +236,7 @@ def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) 
 
 
 def assumed_figures(workload: Workload) -> dict[str, Figure]:
-    """Return the assumed figures that a step uses, by name, as in "h100 attention.flash2".
+    """Return the assumed figures that a step uses, by name, such as "h100 attention.flash2".
 
     A figure of the recipe, the device or a link is assumed if no source gives it and it was not fitted to runs.
     """

@@ -189,7 +189,7 @@ class ClusterPrices(Prices):
         )
 
     def _gathered_logits_seconds(self, tokens: int) -> float:
-        """Return the seconds in which a tensor-parallel rank gathers logits of `tokens` tokens (0: it does not)."""
+        """Return the seconds in which a tensor-parallel rank gathers logits of `tokens` tokens (0: it gathers none)."""
         if not self.recipe.memory.gathers_logits:
             return 0.0
         bytes = tokens * self.model.logits * bytes_of(self.precision.dtype(Kind.ACTIVATION))
@@ -239,7 +239,7 @@ class ClusterPrices(Prices):
 
     @cached_property
     def host_seconds(self) -> float:
-        """Seconds of a rank's host for each product of matrices."""
+        """Seconds in which a rank's host launches a product of matrices and the other kernels around it."""
         kernels, pipeline = self.recipe.kernels, self.mesh.group(0, "pp").ranks
         if not kernels.piped_host_seconds or nodes_of(pipeline, self.cluster.per_node)[0] == 1 or self.mesh.tp == 1:
             return kernels.host_seconds

@@ -248,7 +248,8 @@ class Overlap:
 
     Attributes:
         share: by axis of the mesh, the share of each collective's time that runs beside compute.
-        sharded_share: `share` of steps whose gradients are sharded. Axes that it does not name have `share`.
+        sharded_share: as `share`, for steps whose gradients are sharded. An axis that is not named here has its value
+            in `share`.
         blocking_p2p: share of a message's time in which its sender does nothing else.
         scatter_gather_p2p: tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al. 2021,
             arXiv 2104.04473, section 4.1).
@@ -256,7 +257,7 @@ class Overlap:
         allreduce_sharded_gradients: gradients are all-reduced instead of reduce-scattered, although ZeRO shards the
             optimizer's state, as long as it does not shard gradients too.
         single_nic: collectives leave a node through only one of its NICs.
-        contention: seconds that compute loses in a second in which a communication is in flight beside it.
+        contention: seconds that compute loses for each second in which a communication is in flight beside it.
         bucket_bytes: bytes of gradients or parameters that are communicated together, so that small ones share one
             start.
         gathered_bytes: bytes of parameters that are gathered together over data- and context-parallel ranks (0:
@@ -281,7 +282,7 @@ class Overlap:
     tp_seconds: Amount = 0.0
 
     def at_once(self, kind: OpKind) -> float:
-        """Return the bytes of gradients, or in an all-gather of parameters, that are communicated together."""
+        """Return the bytes that are communicated together: of parameters in an all-gather, otherwise of gradients."""
         return (kind is OpKind.ALL_GATHER and self.gathered_bytes) or self.bucket_bytes
 
 
@@ -491,7 +492,7 @@ def _require_switch(recipe: Recipe, switch: str, value: str) -> None:
 
 
 def _found(name: str, switches: Switches, inside: tuple[Path, ...] = ()) -> Recipe:
-    """Return a recipe.
+    """Return the recipe with a name, for `find_recipe` or as the base of a file.
 
     Args:
         name, switches: as in `find_recipe`; a switch may also belong to a recipe that builds on this one.
@@ -523,7 +524,7 @@ def _packaged(name: str, switches: tuple[tuple[str, str], ...]) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class _SwitchTable:
-    """Switch as written in a file. The base recipe may have its default and other values."""
+    """Switch as written in a file. If it has no default here, or not all values, the base recipe has the others."""
 
     default: str = ""
     about: str = ""
@@ -533,8 +534,8 @@ class _SwitchTable:
 def _made(name: str, where: str, document: Any, switches: Switches, files: tuple[Path, ...] = ()) -> Recipe:
     """Return the recipe of a file, with its base for all values that the file does not set.
 
-    The base is built with the given values of switches, or with the defaults of this file. Then the file's figures
-    replace the base's, and the figures of the file's values of switches replace these.
+    The base is built with the given values of switches, or with the defaults of this file. Then the figures of the file
+    replace those of the base. Last come the figures of the chosen value of each switch in the file.
     """
     known = {"base": Any, "source": Any, "switches": Mapping[str, _SwitchTable]} | _GROUP_TABLES
     table = read_fields(known, document, where)

@@ -70,7 +70,7 @@ class Compute:
 
 @final
 class LocalCollective(NamedTuple):
-    """Collective of ranks of one stage, which all arrive at the same time. It runs on the stream of its group."""
+    """Collective whose members are all in one stage, so they arrive together. It runs on the stream of its group."""
 
     group: Group
     seconds: float
@@ -78,7 +78,7 @@ class LocalCollective(NamedTuple):
 
 @final
 class AwaitCollective(NamedTuple):
-    """Wait for the collective of a group that was started `ago` collectives of the group ago (1: the latest one).
+    """Wait for one of a group's collectives, identified by counting back: `ago` is 1 for the latest one.
 
     If the wait is repeated for missing blocks and `stride` is positive, each repetition waits for the collective that
     was started `stride` collectives after the one of the previous repetition. If `stride` is 0, `ago` is the same in
@@ -114,7 +114,7 @@ class Rendezvous(NamedTuple):
 
 @final
 class PostMessage(NamedTuple):
-    """Start of the messages of a route to or from another row: the sends or the receives are posted.
+    """Start of a route's messages: the row posts its sends to another row, or its receives from it.
 
     Attributes:
         route: position of the `Route` among those of the rank.

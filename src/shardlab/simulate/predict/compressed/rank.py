@@ -46,7 +46,7 @@ class StepRecorder(MemoryLedger):
     """Recorder of a rank's current step: the entries and the memory ledger of the current segment.
 
     Args:
-        model: the short model that the rank follows. A step is cut into segments beside its gaps.
+        model: the short model that the rank follows. A step is cut into segments beside the model's gaps.
 
     Attributes:
         entries: entries of the current segment, in order.
@@ -76,7 +76,7 @@ class StepRecorder(MemoryLedger):
         MemoryLedger.__init__(self)
 
     def finish_step(self) -> CompressedStep:
-        """Return the whole model's step for the recorded one, and begin to record the next.
+        """Return the recorded step, extended to the whole model, and begin to record the next step.
 
         Raises:
             NotPeriodicError: if the step cannot be extended to that of the whole model.
@@ -91,8 +91,8 @@ class StepRecorder(MemoryLedger):
     def enter(self, loop: Hashable, layer: int) -> None:
         """Begin a new segment if a loop over layers reaches or leaves a block beside a gap.
 
-        Of the two blocks beside a gap, the segment of the one that the loop reaches first is repeated for the missing
-        blocks.
+        The loop reaches the two blocks beside a gap one after the other. The segment of the first of them is repeated
+        for the missing blocks.
 
         Args:
             loop: name of the loop.
@@ -267,7 +267,7 @@ class CompressedRank(StepRecorder):
         return self._boundaries[kind.value]
 
     def group(self, axis: str) -> Group:
-        """Return the group along an axis. For axes other than `pp`, all rows use that of the first row."""
+        """Return the group along an axis. For axes other than `pp`, all rows use the group of the first row."""
         group = self._groups.get(axis)
         if group is None:
             group = self._groups[axis] = self.mesh.group(self.index if axis == "pp" else 0, axis)
@@ -291,7 +291,7 @@ class CompressedRank(StepRecorder):
         self.release(value)
 
     def new_value(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedValue:
-        """Create a value with `pieces` of the `of` pieces of a layer's weight, gradient or optimizer state."""
+        """Create `pieces` of the `of` pieces into which a layer's weight, gradient or optimizer state is cut."""
         return SizedValue(self, self.sample.part(kind, layer, pieces, of), layer, pieces, of)
 
     # Collectives

@@ -178,7 +178,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return StateSnapshots(self.compressed, self.weights, self.gradients)
 
     def run_step(self, key: StepKey) -> CompressedStep:
-        """Run a step that is not a message, or the end of the schedule, and return its compressed step."""
+        """Run a step other than a message, or run the end of the schedule, and return the compressed step."""
         self.key, self.compressed.step_kind = key, key.kind
         running = self.finish(key) if key.kind is None else self.step(self.step_for(key))
         try:
@@ -287,7 +287,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
     def adding_pass(self, name: str, stage: int) -> MeasuredPass | None:
         """Return the passes of all layers of a stage as one, or None if they cannot be joined.
 
-        They can if they gather no weights, reduce no gradients, and either all store their gradient or all add it.
+        They can if no weights are gathered, no gradients are reduced, and all gradients are stored or all are added.
         """
         owners, weights = self.owners[stage], self.plan.weights
         reduced = self.left[stage] == 1 or any(weights[owner].reduce_every_microbatch for owner in owners)
@@ -346,7 +346,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
     def passes_at(self, name: str, l: int) -> Iterator[tuple[MeasuredPass, int]]:
         """Yield the passes that a stage runs for one layer, each with its layer: recomputed layers first.
 
-        A `name` that begins with "first" is that of passes that store a gradient instead of adding it to an older one.
+        If `name` begins with "first", the passes store their gradients instead of adding them to older ones.
         """
         forward_of, sample, own = self.passes.forward_of, self.compressed.sample, name.removeprefix("first ")
         if name == "forward":
@@ -547,7 +547,7 @@ class StageBoundary(NamedTuple):
 
 
 class UpcomingPass(NamedTuple):
-    """Later pass of a stage (its position among the rank's stages), for which weights may be gathered ahead."""
+    """Later pass for which weights may be gathered ahead, with the position of its stage among the rank's stages."""
 
     stage: int
     forward: bool
@@ -685,7 +685,7 @@ def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Lo
 
 
 def block_cuts(plan: RankPlan, layer: int) -> Cuts:
-    """Return the `Cuts` of a layer's block. In a plan that recomputes all blocks, other layers have the cuts ()."""
+    """Return the `Cuts` of a layer's block. If all blocks are recomputed, layers outside blocks have the cuts ()."""
     if plan.layers[layer].keeps == "all":
         return None if plan.plan.recompute != "full" else ()
     blocks = plan.model.recomputable

@@ -163,7 +163,10 @@ class _MarkedLayers(LayerRunner):
         self.marks.append((len(self._rank.ops), key if m > 0 else ()))
 
     def note_boundary(self, layer: int, m: int, kinds: Mapping[Kind, Kind] | None = None) -> None:
-        """Record the specs of the values that enter a layer or, if `kinds` maps their kinds, of their gradients."""
+        """Record the specs of the values that enter a layer.
+
+        If `kinds` is given, it maps their kinds to those of their gradients, whose specs are recorded instead.
+        """
         for kind in self.inputs[layer]:
             made = kinds[kind] if kinds else kind
             self.boundaries[made, layer] = self._rank.store(made)[layer, m].spec
@@ -202,7 +205,7 @@ MAIN = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind
 
 
 class PassMeter:
-    """Meter of passes (ranges of ops) of the tape of a sample, which is a model with three blocks.
+    """Meter of passes, which are ranges of ops on the tape of a sample.
 
     Attributes:
         tape, times: the tape of the sample's only rank, and the replay that has the start and end of each op.
@@ -381,7 +384,7 @@ class PricedSample:
         return known
 
     def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedPart:
-        """Return the part with `pieces` of the `of` pieces of a layer's parameters, gradient or optimizer state."""
+        """Return `pieces` of the `of` pieces into which a layer's parameters, gradient or optimizer state are cut."""
         like = self.sample_layer[layer]
         key = (kind, like, pieces, of)
         known = self._parts.get(key)

@@ -37,7 +37,7 @@ class Gap(NamedTuple):
     """Position in a stage of a short model at which blocks are left out.
 
     Attributes:
-        start, stop: first layer, and end, of the run of identical blocks around the gap, in the short model.
+        start, stop: range of the short model's layers that has the run of identical blocks around the gap.
         each: number of layers of a block.
         at: first layer after the gap, in the short model.
         more: number of blocks that are left out.
@@ -61,8 +61,8 @@ class ShortModel:
         starts: first layer of each stage in the short model, and the end of the last stage.
         gaps: the gaps.
         recomputed: layers of the short model in blocks that the plan names for recomputation.
-        whole_layer: for each layer of the short model, its number in the whole model; then the number of layers of the
-            whole model.
+        whole_layer: for each layer of the short model, its number in the whole model; as last entry, the number of
+            layers of the whole model.
     """
 
     plan: Plan
@@ -106,7 +106,7 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
 
     Args:
         workload: the whole workload.
-        extra: number of blocks to keep in each run of identical blocks, in addition to those after which the steps are
+        extra: number of blocks to keep in each run of identical blocks beyond the smallest number with which steps are
             expected to be periodic (None: keep all blocks).
 
     Raises:
@@ -144,7 +144,7 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
 def _gaps(
     plan: Plan, sizes: Sizes, model: ModelLayers, repeated: Repeated, stages: Sequence[range], extra: int
 ) -> Iterator[Gap]:
-    """Yield the gaps of a short model. As many blocks stay around each as the steps need to become periodic."""
+    """Yield the gaps of a short model. Around each, as many blocks stay as a step needs to become periodic."""
     left_out, each = 0, repeated.each
     in_flight = _blocks_in_flight(plan, sizes, model, each, stages)
     for stage, blocks in _identical_blocks(plan, model, repeated, stages):
@@ -165,7 +165,10 @@ def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
 
 
 def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, stages: Sequence[range]) -> list[int]:
-    """Return the most blocks whose gradients are being reduced at once: of each stage, then the maximum over stages."""
+    """Return the largest number of blocks whose gradients are reduced at the same time, for each stage.
+
+    The last entry is the maximum over stages.
+    """
     axes = max(1, sum(plan.mesh.sizes()[axis] > 1 for axis in CUT_AXES))  # a gradient is reduced over one at a time
     last = int(plan.sequence_parallel)  # the gradients of norms are then reduced over tp
     numbers: list[int] = []
@@ -290,7 +293,7 @@ class _ExtendedStep:
 def _awaiting_later(entries: Sequence[Entry], number: int, started: Mapping[Group, int]) -> list[Entry]:
     """Return the entries of the repetition `number` of a segment that starts the collectives `started`.
 
-    Its waits are for collectives that the same repetition of an earlier segment has started.
+    Its waits are for the collectives that an earlier segment started in its repetition of the same number.
     """
     return [
         entry._replace(ago=entry.ago - number * (entry.stride - started[entry.group]), stride=0)
