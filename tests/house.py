@@ -22,7 +22,7 @@ CODE_LINES = {
     "draw": 1740,
     "execute": 3740,
     "frameworks": 3330,
-    "language": 4680,
+    "language": 4685,
     "learn": 5745,
     "measure": 2150,
     "models": 4530,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from shardlab.common.errors import UserError
 
@@ -98,15 +98,20 @@ class Mesh:
 
     def group(self, rank: int, axis: str) -> Group:
         """Return the ranks that differ from `rank` only along `axis`, in order."""
-        stride = self._stride(axis)
-        first = rank - self.coordinate(rank, axis) * stride
-        return group_of(axis, tuple(range(first, first + stride * getattr(self, axis), stride)))
+        stride, size = self._stride(axis), getattr(self, axis)
+        first = rank - rank // stride % size * stride
+        return group_of(axis, tuple(range(first, first + stride * size, stride)))
 
     def _stride(self, axis: str) -> int:
-        if axis not in AXES:
+        if axis not in self._strides:
             raise UserError(f"axis {axis!r} is not an axis of a mesh; the axes are {', '.join(AXES)}")
-        inner = AXES[AXES.index(axis) + 1 :]
-        return math.prod(getattr(self, name) for name in inner)
+        return self._strides[axis]
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """Difference between the numbers of neighbours along each axis."""
+        sizes = [*self.sizes().values()]
+        return {axis: math.prod(sizes[place + 1 :]) for place, axis in enumerate(AXES)}
 
 
 @lru_cache(maxsize=4096)

@@ -101,6 +101,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Dtypes to which a value may be cast, by torch's names: every backend can communicate and add them."""
 
 
+@cache
 def bytes_of(dtype: str) -> float:
     """Return the bytes of an element, from the bits in the dtype's name.
 
