@@ -21,8 +21,8 @@ from shardlab.simulate.predict.forecast import Forecast, forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 
 FREE = 2
-"""If the step does not fit into memory: largest number of changes that cost no time and are tried in pairs with
-others."""
+"""Largest number of changes that are tried in pairs with others if the step does not fit into memory. Only changes that
+cost no time are paired."""
 
 LEAST_GAIN = 0.01
 """Smallest gain of a change that is named, as a share of the step time or of the device's memory."""
@@ -80,8 +80,8 @@ def try_changes(step: FrameworkRun, found: Forecast, *, seconds: float = 20.0) -
 def _try(step: FrameworkRun, found: Forecast, meanings: Mapping[str, Any], seen: set[str]) -> Trial | None:
     """Return a change with its forecast.
 
-    None if a change with the same step has been tried, or if the framework, the model or the cluster rules the change
-    out.
+    The result is None if a change to the same step has been tried, or if the framework, the model or the cluster rules
+    the change out.
     """
     config = step.config
     try:

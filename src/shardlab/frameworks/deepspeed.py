@@ -36,13 +36,13 @@ NAME, ACCELERATE = "deepspeed", "accelerate"
 AUTO = "auto"
 
 FACTS = {"num_processes": "devices", "num_machines": "nodes"}
-"""Keys of accelerate that say on how many devices a run has, and their names in `Config.facts`."""
+"""Keys of accelerate with the numbers of devices and nodes, and their names in `Config.facts`."""
 
 INPUTS_ON_HOST = with_offload(None, ["activations=host"])
 """Passes of a plan with `cpu_checkpointing`. Copies overlap compute, as in DeepSpeed's `_ActivationOffloadEngine`."""
 
 USUAL_BATCH = 8
-"""`per_device_train_batch_size` of the Trainer (`src/transformers/training_args.py`)."""
+"""Default of the Trainer's `per_device_train_batch_size` (`src/transformers/training_args.py`)."""
 
 STRATEGIES = {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2} | {
     "FULL_SHARD": 3,

@@ -68,7 +68,7 @@ class Overrides:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Overrides:
-        """Return the overrides of some words. NAME=VALUE after a flag sets no variable."""
+        """Divide words into variables and other words. NAME=VALUE sets a variable only before all other words."""
         variables: dict[str, str] = {}
         flags: list[Word] = []
         for word in words:
@@ -181,7 +181,7 @@ def _from_table(text: str, path: Path, changed: Overrides, framework: str | None
 
 
 def _assignment(text: str) -> tuple[str, str] | None:
-    """Return key and value of an override of Hydra, such as `model.x=1` or `+model.x=1` (None: it is none)."""
+    """Return key and value of an override of Hydra, such as `model.x=1` or `+model.x=1`; None for other text."""
     found = re.fullmatch(r"\+{0,2}([a-z_][\w.]*)=(.*)", text, re.DOTALL)
     return None if found is None else (found[1], found[2])
 
@@ -265,7 +265,7 @@ def _training_command(script: Script) -> tuple[list[Word], list[Word]]:
 
 
 def _commands(script: Script) -> list[list[Word]]:
-    """Return the commands of a script, and those in texts that a shell runs (`bash -c`, `srun ... "..."`)."""
+    """Return the commands of a script, including those in texts that a shell runs (`bash -c`, `srun ... "..."`)."""
     found: list[list[Word]] = []
     for words in script.commands:
         inner = next((word for word in words if " --" in word.text and re.search(r"\.py\b|run_train", word.text)), None)

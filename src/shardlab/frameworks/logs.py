@@ -148,7 +148,7 @@ def read_log(text: str, file: str) -> Measured:
     """Return the figures of a log: the median of its steps without the first, and the largest memory.
 
     Raises:
-        UserError: if no line is one of a step.
+        UserError: if the log has no line of a step.
     """
     notes: list[str] = []
     lines = COLORS.sub("", text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")

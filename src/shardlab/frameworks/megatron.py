@@ -204,7 +204,7 @@ def _vocabulary(values: Mapping[str, Any], tp: int, notes: list[str]) -> int:
 
 
 def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
-    """Return the number of stages on each pipeline rank, and the number of blocks of each stage."""
+    """Return the number of stages on each pipeline rank, and the blocks of each stage (empty without a pipeline)."""
     if mesh.pp == 1:
         return 1, ()
     virtual = 1

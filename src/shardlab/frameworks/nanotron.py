@@ -135,7 +135,7 @@ def _precision(values: Mapping[str, Any]) -> Precision:
 
 
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
-    """Yield changes of single keys, and of several keys that keep the devices and the batch, as values by meaning."""
+    """Yield changes, as values by meaning. A change of several keys keeps the number of devices and the batch."""
     values, mesh = config.values, step.plan.mesh
     yield {"recompute": not values["recompute"]}
     yield {"zero": 1 - min(1, values["zero"])}

@@ -80,11 +80,11 @@ class Layout:
         blocks_of_stages: number of blocks of each stage (empty: as even as possible).
         units_of_stages: number of pipeline units of each stage, as in `Plan.layers_per_stage` (empty: not given). Units
             are blocks, or half-blocks and the head.
-        sequence_parallel: whether activations that no matrix product splits over tp are split along the sequence
-            instead.
-        recompute: what is recomputed, as in a plan.
+        sequence_parallel: whether activations that tensor parallelism would keep whole on every rank of tp are split
+            along the sequence.
+        recompute: what is recomputed, as in `Plan.recompute`.
         keeps_weights: whether gathered weights are kept until the step ends.
-        reduce_at: when gradients are reduced, as in a plan.
+        reduce_at: when gradients are reduced, as in `Plan.reduce_at`.
         context: how queries reach the keys and values of other ranks.
         state_over_replicas: whether gradients and the optimizer's state are also sharded over `dp_replicate`.
     """
@@ -222,7 +222,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def known_optimizer(name: Any, notes: list[str]) -> Optimizer:
-    """Return the optimizer of a name in any case, or AdamW with a note if the name is not known."""
+    """Return the optimizer with a name, whose case does not matter; AdamW, with a note, if the name is not known."""
     found = OPTIMIZERS.get(str(name).lower())
     if found is None:
         notes.append(f"optimizer {name} is predicted as AdamW")

@@ -98,10 +98,10 @@ class Key:
     kind: str = ""
 
     def read(self, setting: Setting) -> Any:
-        """Return the value of a setting, converted to the type of the default.
+        """Return the value of a setting, converted to the type of the key's values.
 
         Raises:
-            UserError: if the value is of another type.
+            UserError: if the value cannot be converted.
         """
         value = setting.value
         if self.off:
@@ -145,7 +145,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 class Reason(NamedTuple):
-    """Setting that a prediction does not follow, with the reason."""
+    """Setting that does not change a prediction, with the reason: it does not matter, or is not predicted."""
 
     setting: Setting
     reason: str
@@ -179,11 +179,11 @@ class KeyTable:
         return {name: key for key in self.keys.values() for name in (*key.also, key.name) if name}
 
     def find(self, name: str) -> Key | None:
-        """Return the key of a name (None: it is not a key that matters)."""
+        """Return the key with a name (None: no key that changes a step has it)."""
         return self.by_name.get(name)
 
     def reason_to_ignore(self, name: str) -> str | None:
-        """Return why a key does not matter (None: it is not known)."""
+        """Return why a key does not matter (None: the table does not say that)."""
         return next((reason for pattern, reason in self.ignored.items() if fnmatchcase(name, pattern)), None)
 
     def reason_unpredicted(self, name: str) -> str | None:
@@ -212,7 +212,7 @@ def key_table(framework: str) -> KeyTable:
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of one configuration, sorted by what is known of their keys.
+    """Settings of one configuration. Its properties divide them by what is known of their keys.
 
     Attributes:
         table: keys of the framework.
@@ -233,7 +233,7 @@ class Config:
 
     @cached_property
     def given(self) -> dict[str, Setting]:
-        """The setting of each meaning that the file gives."""
+        """The last setting of each meaning that the file has."""
         found: dict[str, Setting] = {}
         for setting in self.settings:
             if (key := self.table.find(setting.key)) is not None:
@@ -294,7 +294,7 @@ class Config:
 
     @property
     def version(self) -> str:
-        """Version of the framework to which a key of the file is limited, and this key ("": no key is)."""
+        """Version of the framework that alone has a key of the file, with this key, as text ("": there is none)."""
         for version, patterns in self.table.versions.items():
             for setting in self.settings:
                 if any(fnmatchcase(setting.key, pattern) for pattern in patterns):

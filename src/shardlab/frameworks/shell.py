@@ -139,7 +139,7 @@ def tokens(text: str) -> Iterator[Token]:
 
 
 def _end_of_quoted(text: str, at: int) -> int:
-    """Return the end of a quoted part, a substitution or a parameter that begins here (`at`: none does)."""
+    """Return the end of the quoted part, substitution or parameter that begins at `at`; `at` if none does."""
     if text[at] == "'":
         end = text.find("'", at + 1)
         return len(text) if end < 0 else end + 1

@@ -189,7 +189,10 @@ def _schedule(values: Mapping[str, Any], notes: list[str]) -> str:
 
 
 def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
-    """Return the number of stages on each rank, and of blocks of each stage (`generate_llm_fqn_per_model_part`)."""
+    """Return the number of stages on each rank, and the blocks of each stage (empty: as even as possible).
+
+    Source: `generate_llm_fqn_per_model_part`.
+    """
     if mesh.pp == 1:
         return 1, ()
     one = values["schedule"].lower() in ("1f1b", "gpipe")

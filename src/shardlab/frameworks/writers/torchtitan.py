@@ -111,7 +111,7 @@ def _translate(step: Workload) -> Translation:
 
 
 def flavor_of(step: Workload) -> tuple[str, str]:
-    """Return name and flavor of the torchtitan model with the sizes of a step's model (empty: there is none)."""
+    """Return name and flavor of the torchtitan model with the sizes of a step's model; empty texts if there is none."""
     known = cast(dict[str, dict[str, Any]], key_table(torchtitan.NAME).data["models"])
     mine = model_properties(step.model)
     for name, row in known.items():

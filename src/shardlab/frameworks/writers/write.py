@@ -26,7 +26,7 @@ class Writer(NamedTuple):
 
     Attributes:
         files: names of the files. `explain` reads the first one.
-        translate: function from a step to the meanings of the framework's keys.
+        translate: function from a step to values of the framework's keys, by meaning.
         render: function from a translation to the text of each file.
     """
 
