@@ -318,6 +318,8 @@ def test_where_the_limits_leave_nothing_it_is_said_why(capsys: pytest.CaptureFix
         ["--no-sequence-parallel"],
         ["--seconds", "3.5"],
         ["--out", "plan.toml", "--force"],
+        ["--hidden-size", "512", "--no-bias"],
+        ["--switch", "attention=flash2"],
     ],
 )
 def test_grades_take_no_flag_of_a_search(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,16 +252,18 @@ class PlanCommand:
             return choose(problem, processes, budget=budget, on_progress=progress, measured=measured)
 
     def _require_no_search_options(self, runs: Path) -> None:
-        """Refuse options of the search together with --grade, which accepts only --recipe and --json.
+        """Refuse options of the search together with --grade, which accepts only --recipe, --switch and --json.
 
         Raises:
             UserError: with these options.
         """
-        graded = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch, json=self.json)
-        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layout"}
+        graded = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch if self.recipe else (), json=self.json)
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("layout", "sizes")}
         changed = {name: value for name, value in options.items() if value != getattr(graded, name)}
-        if wrong := as_flags(changed | self.layout.flag_values()):
-            raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
+        if wrong := [*as_flags(changed | self.layout.flag_values()).split(), *self.sizes.words()]:
+            raise UserError(
+                f"--grade predicts the runs in its file and does not search for a plan; leave out {' '.join(wrong)}"
+            )
 
     def problem(self, request: StepRequest | None = None) -> Problem:
         """Make the planning problem of a request (None: the request of the options).
