@@ -45,6 +45,10 @@ def solved(name: str, folder: Path) -> tuple[CourseEntry, Path]:
     return entry, file
 
 
+def test_an_exercise_knows_whether_its_programs_can_be_trained() -> None:
+    assert {entry.name for entry in (*course(), *gallery()) if not entry.exercise.trains} == set(REFUSED)
+
+
 def test_a_program_runs_from_its_file_without_passes(tmp_path: Path) -> None:
     entry, file = solved("fsdp", tmp_path)
     assert strategy_words(entry, file) == ([f"{file}:fsdp", "--ranks", "4", "--passes", "none"], 4)

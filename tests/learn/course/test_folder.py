@@ -225,6 +225,12 @@ def test_a_notebook_grades_its_start(entry: CourseEntry, tmp_path: Path) -> None
     assert not result.passed
 
 
+@pytest.mark.parametrize(("name", "goal"), [("ddp", "train a GPT"), ("choose_plan", "see what can be run")])
+def test_the_last_cell_of_a_notebook_promises_what_the_command_does(name: str, goal: str) -> None:
+    text = "".join(notebook(find(name))["cells"][-1]["source"])
+    assert f"To {goal} with your solution, save the notebook and run this in a new cell:" in text
+
+
 def test_a_notebook_with_the_solution_is_passed_and_drawn(tmp_path: Path) -> None:
     cells = notebook(find("ddp"))["cells"]
     cells[1]["source"] = [find("ddp").solution_text]

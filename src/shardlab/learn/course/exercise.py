@@ -104,6 +104,11 @@ class Exercise:
     model: str = ""
     cluster: str = ""
 
+    @property
+    def trains(self) -> bool:
+        """Whether a small GPT can be trained with a solution, by `shardlab learn run`."""
+        return not self.cluster and (isinstance(self.layers, int) or not self.layers.tied)
+
 
 END = "# END OF THE EXERCISE"
 BEGIN_SOLUTION, START, END_SOLUTION = "# BEGIN SOLUTION", "# START", "# END SOLUTION"

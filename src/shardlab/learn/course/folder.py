@@ -309,10 +309,11 @@ def notebook(entry: CourseEntry) -> dict[str, Any]:
     call = f'{GRADES}\n\ncheck("{entry.name}", {entry.name})'
     command = f"shardlab learn run {NOTEBOOKS}/{entry.name}{NOTEBOOK}"
     shell = "!cd .. && {sys.executable} -m"
+    goal = "train a GPT" if entry.exercise.trains else "see what can be run"
     train = (
         f"Stuck? Run `{shell} shardlab learn hint {entry.name}` in a new cell, after `import sys`. There are three "
         "hints, and each call shows one more.\n\n"
-        "To train a GPT with your program, save the notebook and run this in a new cell:\n\n"
+        f"To {goal} with your solution, save the notebook and run this in a new cell:\n\n"
         f"```python\nimport sys\n{shell} {command}\n```"
     )
     cells = [
