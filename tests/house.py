@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 380,
     "check": 2280,
-    "cli": 8290,
+    "cli": 8300,
     "common": 995,
     "draw": 1740,
     "execute": 3740,

@@ -227,6 +227,19 @@ def test_a_cell_of_a_notebook_is_graded_once(
     assert "waiting for" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "goal"), [("one_rank", "Train a GPT"), ("choose_plan", "See what can be run")])
+def test_a_command_that_a_notebook_shows_can_be_run_in_a_cell(
+    name: str, goal: str, course: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    shell = f"!cd {course} && {sys.executable} -m shardlab"
+    assert main(["learn", "watch", name]) == 1
+    assert f"\nStuck? {shell} learn hint {name}\n" in capsys.readouterr().out
+    solve(name)
+    assert main(["learn", "watch", name]) == 0
+    assert f"\n{goal} with it: {shell} learn run {name}\n" in capsys.readouterr().out
+
+
 REFUSED: dict[tuple[str, ...], str] = {
     ("hint", "ddq"): "there is no exercise 'ddq'; did you mean ddp?",
     ("run", "ddp"): "ddp.py is not passed: Correct, but no rank all-reduces gradients",

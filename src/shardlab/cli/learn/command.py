@@ -19,7 +19,7 @@ from rich.text import Text
 from tyro.conf import subcommand
 
 from shardlab.cli.console import print_line, stdout_console
-from shardlab.cli.learn.show import list_report, print_grade, results_report
+from shardlab.cli.learn.show import list_report, print_grade, results_report, shell_command
 from shardlab.cli.learn.train import STEPS, require_steps, train_and_verify
 from shardlab.cli.options import Count, Flag
 from shardlab.common.errors import UserError
@@ -216,7 +216,8 @@ class TrainWithSolution:
         if not grade.passed:
             file, finding = folder.file(entry, self.exercise), grade.finding_text.rstrip(".")
             saved = " A notebook is graded as it was saved last." if file.suffix == NOTEBOOK else ""
-            raise UserError(f"{file} is not passed: {finding}. For a hint: shardlab learn hint {entry.name}.{saved}")
+            hint = shell_command(f"learn hint {entry.name}")
+            raise UserError(f"{file} is not passed: {finding}. For a hint: {hint}.{saved}")
         return train_and_verify(entry, folder.program(entry, self.exercise), self.steps, json=self.json)
 
 
@@ -268,11 +269,12 @@ def _grade(console: Console, folder: CourseFolder, entry: CourseEntry, name: str
         grade = folder.grade(entry, name)
     print_grade(console, grade, str(folder.file(entry, name)))
     if not grade.passed:
-        console.print(Text(f"Stuck? shardlab learn hint {entry.name}", "dim"))
+        console.print(Text(f"Stuck? {shell_command(f'learn hint {entry.name}')}", "dim"), soft_wrap=True)
         return False
     following = folder.find(None)
     source = name if name and name.endswith(NOTEBOOK) else entry.name
-    print_line(console, Text(f"Train a GPT with it: shardlab learn run {source}"))
+    goal = "Train a GPT" if entry.exercise.trains else "See what can be run"
+    console.print(Text(f"{goal} with it: {shell_command(f'learn run {source}')}"), soft_wrap=True)
     if following.name in folder.passed:
         console.print("All exercises are passed.")
     else:

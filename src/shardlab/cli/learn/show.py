@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,9 +14,17 @@ from rich.text import Text
 from shardlab.cli.console import Report, print_line
 from shardlab.cli.simulate.terminal_timeline import print_timeline
 from shardlab.common.text import counted
+from shardlab.common.user_code import in_notebook_cell
 from shardlab.learn.course.catalogue import CourseEntry
 from shardlab.learn.course.folder import CourseFolder
 from shardlab.learn.course.grading import ExerciseGrade
+
+
+def shell_command(words: str) -> str:
+    """Return a command of Shardlab, for a shell in this folder, or for a notebook if it has started this process."""
+    if not in_notebook_cell():
+        return f"shardlab {words}"
+    return f"!cd {shlex.quote(str(Path.cwd()))} && {shlex.quote(sys.executable)} -m shardlab {words}"
 
 
 def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:

@@ -15,7 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from shardlab.cli.console import Report
+from shardlab.cli.learn.show import shell_command
 from shardlab.common.errors import UserError
 from shardlab.common.fields import as_flags
 from shardlab.common.files import write_atomically
@@ -103,7 +106,8 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     what = "the numbers are those of one device" if verdict.ok else "the numbers are NOT those of one device"
     errors = f"float64, largest error of loss, gradients and weights {max(verdict.all):.1e}"
     report.fact("verified", f"{what} ({errors})", style="green" if verdict.ok else "red", verified=verdict.ok)
-    report.line(f"every op of every rank: shardlab compare {folder}", "dim")
+    ops = Text(f"every op of every rank: {shell_command(f'compare {folder}')}", "dim")
+    report.draw(lambda console: console.print(ops, soft_wrap=True))
     report.data |= {"exercise": entry.name, "ranks": ranks, "folder": str(folder)}
     report.show(json=json)
     return 0 if verdict.ok else 1
@@ -134,14 +138,14 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
         size = f"--model {exercise.model} --cluster {exercise.cluster} --global-batch {exercise.microbatches}"
         raise UserError(
             f"{entry.name} is a plan for {ranks} devices, and at most {MOST_PROCESSES} processes are started here; see "
-            f"what its step consists of: shardlab simulate {size} {as_flags(chosen_fields(plan))}"
+            f"what its step consists of: {shell_command(f'simulate {size} {as_flags(chosen_fields(plan))}')}"
         )
     if not isinstance(exercise.layers, int) and exercise.layers.tied:
         shards = " --shard-optimizer dp_shard" if exercise.mesh.dp_shard > 1 else ""
         raise UserError(
             f"{entry.name} has tied layers on two stages. In a model that is trained, the embedding is part of the "
-            "first block and the head of the last, so only a plan can tie them: shardlab train "
-            f"{as_flags(exercise.mesh.used)}{shards} --tied"
+            "first block and the head of the last, so only a plan can tie them: "
+            + shell_command(f"train {as_flags(exercise.mesh.used)}{shards} --tied")
         )
     if exercise.kind == "plan":
         plan = getattr(load_module(file), entry.name)()
