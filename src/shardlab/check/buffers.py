@@ -100,9 +100,9 @@ def check_arena(program: Program, specs: Sequence[Mapping[int, Spec]]) -> None:
 class Buckets:
     """Memory of the batches of collectives on one tape.
 
-    Gradients that are all-reduced as one batch are adjacent from the start, since backward passes write them side by
-    side, unless an op reads one of them after the batch. Other batches copy their inputs into a buffer first. An
-    all-gather also copies its results out of a buffer.
+    If no op reads the gradients of an all-reduced batch after it, they are adjacent from the start: backward passes
+    write them side by side. All other batches copy their inputs into a buffer first. An all-gather also copies its
+    results out of a buffer.
 
     Attributes:
         batches: map from the number of a batch to the indices of its collectives.

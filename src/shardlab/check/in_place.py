@@ -119,8 +119,8 @@ class KeptWeights:
         roots: the value that each slice views (from `view_roots`).
         owners: for each slice and each new weight, the value in whose memory it lies. An update writes a new weight
             over the kept weight or over the copy that it reads.
-        copied_updates: map from the index of each update that writes to a copy, because the weight is kept in another
-            place, to the memory that keeps the weight.
+        copied_updates: the updates that write to a copy, because the weight is kept in another place: map from the
+            index of the update to the memory that keeps the weight.
         refreshed: indices of the copied updates whose copy may have been rounded, or comes from another rank. Before
             the update, the kept weight is copied into that copy.
         final: for each weight that the step leaves behind: the memory from which the next step loads it.
@@ -218,8 +218,10 @@ class WeightMemory:
         self.tape = tape
         self.specs = specs
         self.kept = kept
-        self.moved: dict[MemoryKey, list[tuple[Holds, int]]] = defaultdict(list)  # slices, by which op
-        self.written: dict[int, list[tuple[Holds, int]]] = defaultdict(list)  # overwritten slices of a value, by op
+        self.moved: dict[MemoryKey, list[tuple[Holds, int]]] = defaultdict(list)  # (slices, op that moved them)
+        self.written: dict[int, list[tuple[Holds, int]]] = defaultdict(
+            list
+        )  # value -> (slices, op that overwrote them)
         self.reading: dict[int, int] = {}  # handle -> the weight that its communication reads
 
     def step(self, at: int, op: Op) -> None:

@@ -430,7 +430,7 @@ class NumberTable:
         return self.number_of((OpKind.ADD,), (one, other) if one < other else (other, one))
 
     def terms(self, number: int) -> list[int]:
-        """Return the numbers of all terms of a sum, also of sums inside it, in ascending order."""
+        """Return the numbers of all terms of a sum, ascending. A term that is itself a sum is replaced by its terms."""
         left, found = [number], list[int]()
         while left:
             what, numbers = self.keys[number := left.pop()]

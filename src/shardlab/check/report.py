@@ -39,7 +39,8 @@ def check(program: Program) -> Checked:
     wrong layer. Every message reaches the receive that expects it. The members of a group issue its collectives in one
     order.
 
-    The result also says under which channel models the program runs. It cannot run on a backend whose model deadlocks.
+    The result also says under which channel models the program runs. On a backend under whose model it deadlocks, the
+    program cannot run.
 
     Raises:
         Refused: with rank, op, layer, and the missing or doubled contributions.

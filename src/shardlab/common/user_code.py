@@ -428,7 +428,7 @@ def _is_debugging(frame: FrameType | None) -> bool:
 
 
 DEBUGGERS = ("bdb", "pdb", "ipdb", "IPython.core.debugger", "pydevd", "_pydevd", "debugpy")
-"""First parts of the names of debuggers' modules, those of VS Code and PyCharm included."""
+"""Prefixes of the names of modules of debuggers, including the debuggers of VS Code and PyCharm."""
 
 WAIT_FACTOR = 5
 """Limit of seconds in which a program only waits, as a multiple of its limit of CPU seconds between two ops."""

@@ -88,8 +88,8 @@ class CommunicationVerbs(Tracer):
         return handle
 
     def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
-        """Send to one rank and receive from the same or another one. Both are issued together, so neither must come
-        first.
+        """Send to one rank and receive from the same or another one. Both are issued together, so their order does
+        not matter.
 
         Awaiting the handle waits for both, and returns the received value.
 

@@ -187,8 +187,8 @@ class ComputeVerbs(Tracer):
     def attend(self, layer: int, queries: Value, keys_values: Value) -> Value:
         """Compute attention of queries to one chunk of keys and values: activation l + 1, or a part of it.
 
-        Add the parts of other chunks with `+`. The sum is complete, and can be used, when the queries have met each
-        slice of keys and values up to the queries' own last slice exactly once.
+        Add the parts of other chunks with `+`. The sum can be used when it is complete: the queries have then met all
+        slices of keys and values up to their own last slice, each exactly once.
 
         Raises:
             Refused: for queries and keys of different layers, microbatches or heads, and for a chunk that comes after

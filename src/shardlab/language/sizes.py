@@ -35,7 +35,7 @@ class Sizes:
         saved: elements that layer l keeps between forward and backward for one microbatch, beyond the layer's input.
         saved_for_weight: elements that layer l keeps between the two halves of a split backward pass for one
             microbatch: the part of `saved` that the second half reads, and the gradients that the first half leaves for
-            it, beyond that of the layer's output (empty: as many as `saved`).
+            it, beyond the gradient of the layer's output (empty: as many as `saved`).
         keeps_input: whether layer l keeps its input for the backward pass (empty: it does).
         saves_residual: whether `saved[l]` includes the residual stream that layer l outputs (empty: never).
         element_bytes: bytes of one element, by kind.

@@ -195,8 +195,8 @@ class Tracer(ABC):
     def cause_of(self, refusal: Refused) -> Refused:
         """Return the refusal to report for a refused op.
 
-        If the op lacks a part of a value because the result of a collective was not used, this is the refusal of that
-        collective; otherwise it is `refusal` itself.
+        If the op lacks a part of a value because the result of a collective was not used, that collective is refused
+        instead; otherwise the result is `refusal` itself.
         """
         kinds = _RESULTS.get(refusal.rule, ())
         before = self.ops[: refusal.op] if refusal.rank == self.index else ()

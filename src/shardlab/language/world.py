@@ -78,8 +78,8 @@ class World:
 
     Args:
         mesh: the ranks' grid, or the number of ranks.
-        sizes: elements of every value; or a number, for the puzzles' model: of its layers, or of its blocks if the mesh
-            is tensor, context or expert parallel.
+        sizes: elements of every value; or an integer, for the puzzles' model with this number of layers (of blocks, if
+            the mesh is tensor, context or expert parallel).
         microbatches: number of microbatches of the global batch.
 
     Attributes:

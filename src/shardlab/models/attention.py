@@ -37,7 +37,7 @@ class GroupedHeads(Primitive):
 
     @property
     def kv_width(self) -> int:
-        """Features of all keys of a token, and of all values."""
+        """Features of all keys of a token. Its values have as many."""
         return self.kv_heads * self.head_dim
 
     def features(self, tensor: str) -> int:
@@ -84,7 +84,7 @@ class Projection(GroupedHeads):
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the number of elements of the gradient of queries, keys and values together."""
+        """Return the number of elements in the gradient of queries, keys and values together."""
         return rows * self.tokens * self.outputs
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
@@ -128,7 +128,7 @@ class HeadNorm(GroupedHeads):
         return ("q", "kv")
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the number of elements of 1/deviation of each head's query and key."""
+        """Return the number of saved elements: 1/deviation of each head's query and key."""
         return rows * self.tokens * (self.heads + self.kv_heads)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
@@ -310,14 +310,14 @@ class Latents(Primitive):
         return ("x",)
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the number of elements of the features before their norms, and of 1/deviation of each latent."""
+        """Return the number of saved elements: the features before their norms, and 1/deviation of each latent."""
         return rows * self.tokens * (self.sizes.made + len(self.sizes.normed))
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the number of elements of the gradient of the projected features."""
+        """Return the number of elements in the gradient of the projected features."""
         return rows * self.tokens * self.sizes.made
 
     def flops(self) -> int:
@@ -368,7 +368,7 @@ class LatentProjection(Primitive):
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the number of elements of the gradients of both products."""
+        """Return the number of elements in the gradients of both products' results."""
         return rows * self.tokens * sum(parameter.shape[0] for parameter in self.parameters())
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:

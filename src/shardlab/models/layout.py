@@ -24,7 +24,7 @@ class Cut(NamedTuple):
     """Cut of a parameter: along `dim`, each of its `sections` is cut into `pieces` of equal length.
 
     A slice is one piece of every section, one after the other. Attention's matrix has three sections, for queries, keys
-    and values. Without `sections` there is one. A single section that does not divide is padded.
+    and values. Without `sections`, the whole dim is one section, which is padded if it does not divide.
     """
 
     dim: int

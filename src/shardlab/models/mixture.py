@@ -80,14 +80,14 @@ class Route(Routing):
         return ("x",)
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the number of elements of all experts' probabilities, and of the chosen experts' numbers."""
+        """Return the number of saved elements: all experts' probabilities, and the numbers of the chosen experts."""
         return rows * self.tokens * (self.router.experts + self.router.top_k)
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the number of elements of the scores' gradient."""
+        """Return the number of elements in the gradient of the scores."""
         return rows * self.tokens * self.router.experts
 
     def flops(self) -> int:

@@ -74,8 +74,7 @@ class Model(ABC):
         return self.run(layer).layout
 
     def activation_shape(self, index: int, rows: int = 1) -> tuple[int, ...]:
-        """Return the shape of an activation for a microbatch of `rows` sequences. Activation 0 is int64 tokens, the
-        last logits.
+        """Return the shape of an activation for a microbatch of `rows` sequences. Activation 0 is the tokens (int64).
 
         The output of attention as a separate op includes the log-sum-exp of each head's scores.
         """

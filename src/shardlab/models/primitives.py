@@ -327,7 +327,7 @@ class Norm(Primitive):
         return ("s",)
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the number of elements of 1/deviation of each token, and for a LayerNorm also of the mean."""
+        """Return the number of saved elements: 1/deviation of each token, and for a LayerNorm also its mean."""
         return rows * self.tokens * (1 if self.rms else 2)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
@@ -384,7 +384,7 @@ class Scores(Linear):
     """Score (logit) of every token of the vocabulary.
 
     If `tied`, the scores are products with the token embedding, without a separate matrix. If the vocabulary is sliced
-    and the logits have been gathered, the backward pass of a slice reads its part of their gradient.
+    and the logits have been gathered, the backward pass of a slice reads only its part of the logits' gradient.
     """
 
     takes_own: bool = True

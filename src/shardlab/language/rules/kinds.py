@@ -164,7 +164,7 @@ MOST_TOKEN_COUNTS = 4
 """Most token counts in a factor, numerator and denominator together."""
 
 Tokens = tuple[tuple[int, int], ...]
-"""(bit set of microbatches, power of their number of tokens in the factor), for each count of tokens."""
+"""For each count of tokens in a factor: (bit set of the microbatches whose tokens it counts, power of the count)."""
 
 
 class Factor:
@@ -224,8 +224,8 @@ _FACTORS: dict[tuple[Fraction, Tokens], Factor] = {}
 
 
 def factor_of(ratio: Fraction | int, tokens: Tokens = ()) -> Factor:
-    """Return the factor of a nonzero rational number and powers of token counts, in any order. Equal factors are one
-    object.
+    """Return the product of a nonzero rational number and powers of token counts, which may be in any order. Equal
+    factors are one object.
     """
     powers: dict[int, int] = defaultdict(int)
     for mask, power in tokens:

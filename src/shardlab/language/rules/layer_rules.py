@@ -85,8 +85,8 @@ class BackwardResult(NamedTuple):
 
     Attributes:
         weight: form of the weight's gradient.
-        spread: number by which the bit set of the cells is multiplied to get that of the weight's gradient, which has
-            separate bits for each use of the weight and each term that is summed.
+        spread: factor from the bit set of the cells to the bit set of the weight's gradient, in which each use of the
+            weight and each term that is summed has a copy of the cells' bits.
         inputs: forms of the inputs' gradients.
         saved: form of the value that the forward pass must have saved.
         half: form of the value that the first half of the pass leaves for the second. It has the gradients' factor.
@@ -200,7 +200,7 @@ class Rules:
         return new_spec(Spec, (made[0], cells, joined)), new_spec(Spec, (made[1], keys_cells, keys_joined))
 
     def _split(self, cells: int, keys_cells: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return (microbatches, slices of each) of queries, and of keys and values."""
+        """Return (microbatches, slices of each microbatch) twice: of the queries, and of the keys and values."""
         sequence = self.space.sequence
         return attention.split_cells(cells, sequence), attention.split_cells(keys_cells, sequence)
 

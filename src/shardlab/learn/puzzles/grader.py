@@ -385,8 +385,8 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
 class _WakingSelector(DefaultSelector):
     """Selector that waits at most `TICK_SECONDS`, because a thread that waits in an idle event loop cannot be stopped.
 
-    A task or a timer that wakes the loop would not do, because `Stopped` may be raised when the loop is about to run
-    it, and would end it.
+    A task or a timer that wakes the loop would not do: if `Stopped` were raised when the loop is about to run it, the
+    exception would end only the task or timer.
     """
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:

@@ -75,8 +75,9 @@ class Stores:
         self.grad_activations: dict[Any, ActivationGrad] = {}
         self.grad_weights: dict[Any, WeightGrad] = {}
         self._alive: dict[int, tuple[PuzzleValue, int]] = {}
-        """By id of a value, since equal values use separate memory: the value, and the number of log entries, from the
-        first, that already count it or precede its creation."""
+        """Map from the id of a value, since equal values use separate memory, to the value and a number of log entries.
+        The entries before this number already count the value, or precede its creation.
+        """
 
     def stores(self) -> Storage:
         """The five stores, in the published order."""

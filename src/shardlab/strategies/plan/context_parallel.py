@@ -3,9 +3,9 @@
 `Attention` computes attention between the layer that outputs queries, keys and values and the next layer. Plans that
 split sequences over `cp` or recompute attention need this. Queries, keys and values stay for the backward pass, which
 recomputes scores and softmax (selective recomputation, Korthikanti et al. 2022, arXiv 2205.05198, section 5). Each rank
-has the tokens of some slices of every sequence (`slices_of_rank`). Its queries stay on the rank, or in Ulysses are
-exchanged for other heads, and it receives the keys and values of the other ranks. With tensor parallelism, queries,
-keys and values are those of the rank's slice of the heads.
+has the tokens of some slices of every sequence (`slices_of_rank`). Their queries stay on the rank, or in Ulysses are
+exchanged for other heads; the keys and values of the other ranks are sent to it. With tensor parallelism, queries, keys
+and values are those of the rank's slice of the heads.
 """
 
 from __future__ import annotations

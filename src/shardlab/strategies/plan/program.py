@@ -194,7 +194,7 @@ class TracedRunner(PlanRunner[Value]):
                 store[layer, m] = await handle
 
     def send(self, step: Send) -> None:
-        """Start to send. The previous message to this peer has arrived."""
+        """Start to send. The caller has awaited the previous message to this peer."""
         rank, forward, to = self.rank, step.forward, self.plan.pipeline[step.peer]
         m, layer = self.plan.microbatches[step.microbatch], self.boundary(step, up=forward)
         self.sends[step.peer] = [rank.send(store.pop((layer, m)), to=to) for store in self.boundaries[layer, forward]]

@@ -112,8 +112,8 @@ class _Resolver:
     Attributes:
         size: number of ranks of each axis.
         place: coordinate of this rank along each axis.
-        token_axes: axes with several ranks, which see different tokens. Those that shard the optimizer state come
-            first.
+        token_axes: axes that have several ranks, each of which sees different tokens. The axes that shard the optimizer
+            state come first.
     """
 
     def __init__(self, plan: Plan, sizes: Sizes, rank: int) -> None:

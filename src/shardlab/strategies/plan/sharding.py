@@ -334,7 +334,8 @@ class WeightUse(NamedTuple):
     Attributes:
         layer: owner of the weight.
         kept: whether the whole weight is kept for its next use.
-        run: number of the run of consecutive uses of one block. The next run is prefetched during this one.
+        run: number of the run to which the use belongs: consecutive uses of one block. The next run is prefetched
+            during this one.
     """
 
     layer: int

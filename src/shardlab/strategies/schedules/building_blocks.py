@@ -126,8 +126,8 @@ def _remove_late_weight_halves(timetable: Timetable) -> None:
 def _move_earlier(timetables: Sequence[Timetable], steady: range, limit: int) -> None:
     """Move each action of the warm-up and the cool-down to the first free slot after the actions on which it depends.
 
-    A forward pass moves only as far as its rank holds the activations of at most `limit` passes. The steady phase
-    between warm-up and cool-down keeps the order of the block, which also suits passes of unequal length.
+    A forward pass moves only so far that its rank never holds the activations of more than `limit` passes. The steady
+    phase between warm-up and cool-down keeps the order of the block, which also suits passes of unequal length.
     """
     held = [_activations_held(timetable) for timetable in timetables]
     slots: dict[Action, int] = {}
