@@ -162,7 +162,7 @@ class TracedRun:
         checked: the program that ran.
         measured: measurement of the run.
         estimate: prediction of the step (None: no cluster is given, and this machine was not measured).
-        prices: prices of the prediction, if there is one.
+        prices: times of ops in the prediction (None: there is no prediction).
         limit: limit of the recipe's framework that the plan exceeds ("": none).
     """
 

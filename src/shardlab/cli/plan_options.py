@@ -97,7 +97,7 @@ class PlanOptions:
         return {field: value for field, value in every.items() if value is not None}
 
     def values(self) -> dict[str, Any]:
-        """Return the sizes of axes and the values of a plan's fields that flags give."""
+        """Return the values that flags give: sizes of mesh axes, and fields of a plan."""
         types, flags = field_types(Plan), self.flag_values()
         flags.pop("plan", None)
         return {name: words if name in AXES else types[name].of_words(words) for name, words in flags.items()}

@@ -244,7 +244,7 @@ class StepRequest:
         }
 
     def entry(self) -> tuple[StrategyEntry, int]:
-        """Return the strategy, with the recipe's values for fields that are not given, and its number of ranks.
+        """Return the strategy and its number of ranks. Fields of a plan that are not given have the recipe's values.
 
         Raises:
             UserError: if the flags contradict each other, or the ranks do not fit on the cluster.

@@ -98,7 +98,7 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
 
 
 def fit_relative(matrix: Array, measured: Array) -> Array:
-    """Return the x >= 0 with the smallest relative errors of `matrix @ x`.
+    """Return the x >= 0 for which `matrix @ x` has the smallest relative errors.
 
     Timings on a busy machine have outliers, which are always too large. Residuals above the typical one therefore count
     linearly instead of squared (Huber 1964, by iteratively reweighted least squares).
@@ -212,7 +212,7 @@ def fit_line(seconds_by_size: Mapping[int, float]) -> FittedLine:
     """Fit the line of a collective.
 
     If the time grows less with the size than the points scatter, the fit has no finite bandwidth. The bandwidth is then
-    that of the largest size, including its latency. It is a lower bound, so that larger sizes are predicted to take
+    the largest size over its whole time, with latency. It is a lower bound, so that larger sizes are predicted to take
     longer.
 
     Args:

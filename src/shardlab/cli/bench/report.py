@@ -77,7 +77,7 @@ def add_collectives(report: Report, points: Sequence[Point], verbose: bool = Fal
 
 
 def add_compute(report: Report, points: Sequence[Point], verbose: bool = False) -> None:
-    """Add the layers at the largest size as shares of the peak, the peaks, and the errors of the fitted kernels.
+    """Add the speed of each layer at the largest size as a share of the peak, the peaks, and the errors of the fit.
 
     Args:
         verbose: whether to add every layer and every rate first.

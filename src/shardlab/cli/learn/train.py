@@ -199,7 +199,7 @@ def _schedule_name(entry: CourseEntry, file: Path) -> str:
 
 
 def _copy_with(file: Path, lines: str) -> Path:
-    """Write a copy of a student's file with lines appended into the folder of runs, and return its path."""
+    """Write a copy of a student's file, with lines appended, into the folder of runs. Return the path of the copy."""
     copy = file.parent / "runs" / file.name
     copy.parent.mkdir(exist_ok=True)
     write_atomically(copy, f"{file.read_text(encoding='utf-8')}\n\n{lines}")

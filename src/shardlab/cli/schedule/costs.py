@@ -39,9 +39,9 @@ def read_costs(text: str | None, ranks: int, stages_per_rank: int) -> tuple[tupl
     """Return the costs of all stages and the time of a message.
 
     Args:
-        text: path of a TOML file (`CostsFile`), or NAME=VALUE,... with the same names, or None. In the second form,
-            each value except `message` is a rank's total, divided among its stages, and missing values are 1. In both
-            forms, a missing `kept` is `activation`, and a missing `message` is 0.
+        text: path of a TOML file (`CostsFile`), or NAME=VALUE,... with the same names (None: no values). In the second
+            form, each value except `message` is a rank's total, divided among its stages, and missing values are 1. In
+            both forms, a missing `kept` is `activation`, and a missing `message` is 0.
         ranks, stages_per_rank: size of the pipeline.
 
     Raises:

@@ -136,7 +136,7 @@ class StepOptions:
     config: JobFile = None
 
     def is_priced(self, request: StepRequest) -> bool:
-        """Return whether the step is in seconds.
+        """Return whether the options describe a step in seconds, rather than in time units.
 
         Raises:
             UserError: if only one of model and cluster is given, or an option needs both.

@@ -72,7 +72,8 @@ def plan_for_this_machine(
         tell: whether to print the choice.
 
     Returns:
-        The run with the plan that is predicted fastest and, if the run is long enough, with plans that may be as fast.
+        A run with the plan that is predicted fastest. If the run is long enough, also runs with plans that may be as
+        fast.
 
     Raises:
         UserError: if the machine was not measured, no plan fits, or the ranks of a launcher do not find each other.

@@ -137,7 +137,7 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     """Return the packed tables of a trace.
 
     Raises:
-        UserError: if the timelines have different ops, as before and after a pass.
+        UserError: if the timelines have different ops, such as those before and after a pass.
     """
     columns, texts = Columns(), Numbering[str]()
     first = timelines[0]

@@ -174,7 +174,7 @@ class Lion(OneMoment):
         self._betas = betas
 
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
-        """Return the sign of a mixture by the first decay rate. The moment is updated by the second decay rate."""
+        """Return the sign of moment and gradient, mixed by the first decay rate. Update the moment by the second."""
         assert weight.grad is not None
         by, kept = self._betas
         sign = torch.lerp(weight.grad, moment, by).sign_()

@@ -142,7 +142,7 @@ class Slice:
         self.copied = 0  # bytes of copies of the gradient in `take`
 
     def carry(self, weights: list[Tensor]) -> None:
-        """From now on, update `weights` in place of earlier tensors: copies of weights kept on the host or disk."""
+        """From now on, update `weights` instead of earlier tensors: copies of weights kept on the host or disk."""
         self.weights = weights
         if self.exact:
             return
@@ -209,7 +209,7 @@ class Slice:
         return [moment for state in states for moment in state.values() if isinstance(moment, Tensor)]
 
     def direction(self, gradient: Tensor, squared_norm: float | Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-        """Return the direction of Muon's update for a gradient of the same length; zero where Muon does not update.
+        """Return the direction of Muon's update for a gradient of the slice; zero where Muon does not update.
 
         Args:
             squared_norm, scale: as for `take`.

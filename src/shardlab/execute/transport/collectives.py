@@ -103,7 +103,7 @@ def transport_of(group: dist.ProcessGroup) -> Transport:
 
 
 def messages_with(peer: int) -> Transport:
-    """Return the transport of messages between this rank and another rank. Its members are the ranks of the world."""
+    """Return the transport of messages between this rank and `peer`. Its group is the world, not these two ranks."""
     here = Neighbours.among([dist.get_rank(), peer])
     if here is not None:
         return SharedTransport(here, "messages", range(dist.get_world_size()))
@@ -163,7 +163,7 @@ class Communicator:
         return op.group, self.transports[op.group]
 
     def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
-        """Send a tensor to a rank. It must not change until the wait has ended."""
+        """Send a tensor to a rank. The tensor must not change until the wait has ended."""
         if self.starts_alone(to, batch):
             return self.wait_of(self._messages[to].send([tensor], to))
         return self._batched(dist.isend, tensor, to, batch)

@@ -54,7 +54,7 @@ POLL_SECONDS = 0.001
 
 
 class ExpectedMessage(NamedTuple):
-    """Message that this rank expects: message `number`, from 1, that `source` sends to it on a channel."""
+    """Message that this rank expects: the `number`-th, counted from 1, that `source` sends to it on a channel."""
 
     source: int
     channel: int
@@ -534,7 +534,7 @@ class SharedMemory:
         return self._words[queue] - self._words[queue + 1]
 
     def note_receives(self, reader: int, channel: int, count: int) -> None:
-        """Store the number of the sender's messages on a channel that this reader has begun to receive.
+        """Store how many of the sender's messages on a channel the rank `reader` has begun to receive.
 
         Raises:
             RuntimeError: if the table of channels is full.
@@ -550,7 +550,7 @@ class SharedMemory:
         )
 
     def receives(self, reader: int, channel: int) -> int:
-        """Return the number of messages on a channel that this reader has begun to receive."""
+        """Return how many of the sender's messages on a channel the rank `reader` has begun to receive."""
         words = self._words
         for place in self._places(reader):
             if words[place] == channel:
@@ -628,7 +628,7 @@ WINDOW_MESSAGES = 4
 
 
 class SendWindow:
-    """Send window of a channel between two ranks: the number of messages that the reader may have yet to receive.
+    """Send window of a channel between two ranks: a limit on the messages that the reader has not begun to receive.
 
     The window has `WINDOW_MESSAGES` messages, or more if their total size is at most `WINDOW_BYTES`. The wait of a send
     beyond the window ends when the reader has begun enough receives. On gloo, every send waits for its receive, so a

@@ -150,8 +150,8 @@ class Contender(Protocol):
         """Train one step.
 
         Returns:
-            (2,) float64: the sum of the losses of the tokens that this rank reports, and their number, as in
-            `Executor.step`.
+            (2,) float64: the sum of the losses of the tokens that this rank reports, and the number of these tokens,
+            as in `Executor.step`.
         """
         ...
 
@@ -222,7 +222,7 @@ class Loop:
 
 
 def report_loss(mean: Tensor, tokens: int) -> Tensor:
-    """Return the result of `Contender.step` for the mean loss of a number of tokens."""
+    """Return a mean loss and its number of tokens in the form in which `Contender.step` returns them."""
     total = mean.detach().double() * tokens
     return torch.stack([total, torch.full_like(total, tokens)])
 

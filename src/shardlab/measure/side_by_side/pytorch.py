@@ -194,7 +194,7 @@ MORE_STAGES = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZ
 
 
 def stages_of(pair: StrategyPair, size: Size, ranks: int, rank: int) -> dict[int, range]:
-    """Return the stages of a rank by number, with the layers of each, as our plan assigns them."""
+    """Return the layers of each stage of a rank, by the number of the stage. They are those of our plan."""
     plan, layers = pair.plan(ranks), size.model.layers
     bounds = plan.bounds(layers)
     owners = plan.steps(layers, MICROBATCHES).ranks_of_stages
