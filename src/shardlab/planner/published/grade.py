@@ -176,7 +176,7 @@ class TriedPlan:
         measured_bytes: bytes of the fullest device (None: not given).
         predicted: predicted tokens/s of each device (None: there is no prediction).
         bytes: predicted bytes of the fullest device, counted in the same way as the measured ones.
-        fits: whether the prediction fits into memory.
+        fits: whether the predicted bytes fit into memory.
         safe: whether the prediction leaves the margin of memory free that a plan must leave to be chosen.
         assumed: assumptions of the prediction about values that the row does not have.
         reason: why there is no prediction.

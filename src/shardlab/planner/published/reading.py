@@ -362,7 +362,7 @@ def _even(count: int, stages: int) -> list[int]:
 
 
 NETWORKS = {"efa": ("efa-100", 4)}
-"""Networks by the name of their family: the link, and the number of links of a device (AWS p5: 32 of 100 Gb/s)."""
+"""For the name of a family of networks, the link and the number of links of a device (AWS p5: 32 of 100 Gb/s)."""
 
 
 _INSIDE = {re.split(r"[^a-z]", name)[0] for node in NODES.values() for name in (node.intra_node, node.host, "nvme")}

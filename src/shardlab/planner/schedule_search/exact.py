@@ -23,7 +23,10 @@ THREADS = 2
 """Number of threads of the solver."""
 
 RESOLUTION = 100_000
-"""Time of the known schedule in the solver's unit. Times of passes are rounded down, so that bounds are valid."""
+"""Number of the solver's time units in the time of the known schedule.
+
+Times of passes are rounded down to whole units, so that bounds are valid.
+"""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,11 @@ SHARES = (0.4, 0.2, 0.2, 0.2)
 """Shares of the time for repeated searches of a problem. Each replay corrects the memory limits of the next search."""
 
 SPARE = 0.02
-"""Share of the memory budget. If the limit keeps a rank from one more activation, although it leaves more than this
-share unused in the replay, the search is repeated with higher limits."""
+"""Share of the memory budget.
+
+If the limit of the search keeps a rank from one more activation, although the rank leaves more than this share unused
+in the replay, the search is repeated with higher limits.
+"""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,10 @@ from shardlab.simulate.hardware.profile import AlphaBeta, Machine, Profile, Rate
 SECONDS = number("seconds, 0 or more", lambda value: 0 <= value < inf)
 
 MOST_EFFICIENT = 1.1
-"""Largest efficiency that a file may give a link: above 1, since a switch can sum (see `links`)."""
+"""Largest efficiency that a file may give a link.
+
+It is above 1, since an all-reduce whose values a switch sums (NVLS) can be faster than its links allow.
+"""
 
 EFFICIENCY = number(
     f"the share of its bandwidth that is reached, above 0 and at most {MOST_EFFICIENT}",
@@ -65,7 +68,7 @@ class Link:
         latency: seconds of a hop.
         efficiency: fraction of the bandwidth that a large collective reaches.
         pair: bytes per second of a message between two devices; less than `bandwidth` if the lanes go to different
-            peers and no switch joins them.
+            peers and no switch joins them (0: as `bandwidth`).
         net_step: minimum seconds of each step of a ring or a tree over several nodes, also inside nodes (0: no minimum;
             collectives then use the fastest algorithm, not only NCCL's rings and trees).
         half_speed_ranks: number of ranks that halves the bytes per second of a ring or a tree over several nodes (0:
@@ -348,7 +351,7 @@ def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool 
     Args:
         name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local" for the measurements of `shardlab
             bench`, or the path of the JSON file that its --profile wrote.
-        here: this machine; a profile of another machine is refused.
+        here: this machine; a profile of another machine is refused (None: any profile is accepted).
         other_machine: accept a profile of another machine.
 
     Raises:

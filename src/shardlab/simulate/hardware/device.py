@@ -166,7 +166,7 @@ class Device:
             self.peak(dtype)
             if not (isinstance(kernel, Matmul) and kernel.learned):
                 return self.seconds(kernel, "bfloat16")
-            cast = Pointwise("cast", (1 + bytes / 2) * kernel.batch * kernel.m * kernel.k, 0.0)  # of 2 bytes
+            cast = Pointwise("cast", (1 + bytes / 2) * kernel.batch * kernel.m * kernel.k, 0.0)  # each of 2 bytes
             return self._roofline(kernel, dtype) + self._memory(cast, "bfloat16")
         return self._roofline(kernel, dtype)
 

@@ -25,11 +25,13 @@ class CanRun:
         state_over_replicas: "never" if the optimizer's state must be cut over the same axes as the parameters (or
             gradients, if parameters are whole). "with gradients" if it may be cut over more axes than the parameters,
             as long as the gradients are cut over the same axes as the state.
-        shards_over_cp: whether shards of data-parallel ranks are also cut over cp.
+        shards_over_cp: "always" or "never" if shards of data-parallel ranks must or cannot be cut over cp, too ("":
+            both are possible).
         gradients_with_pp: "whole" if the ranks of a pipeline keep the gradients of sharded parameters whole, and reduce
             them once a step.
         reshard_after, reshard_after_with_pp: times at which gathered parameters are freed (see `Plan.reshard_after`).
-        sequence_parallel: whether tensor-parallel ranks cut sequences.
+        sequence_parallel: "always" or "never" if tensor-parallel ranks must or cannot cut sequences ("": both are
+            possible).
         schedules: pipeline schedules, by Shardlab's names.
         microbatches: by schedule, conditions on the microbatches of a data-parallel rank: "at least pp - 1", "at least
             pp", "at least stages", "multiple of pp", and "multiple of rounds", where the number of rounds is

@@ -204,7 +204,7 @@ class Confidence:
 
 
 LEANING = 0.6
-"""Ratio of the bias to the mean absolute error from which the text names the bias."""
+"""Smallest ratio of the bias to the mean absolute error at which the text names the bias."""
 
 LEANS: dict[Figure, tuple[str, str]] = {"time": ("fast", "slow"), "memory": ("small", "large")}
 """Words for the bias of predictions: for errors below 0, and above."""

@@ -163,7 +163,7 @@ def estimate(
         traced: the program.
         prices: times of its ops.
         kept: sizes of values in memory (None: those of the program).
-        place: see `Estimate`.
+        place: function from a layer to its position in the model as text (None: layers only have numbers).
     """
     with gc_paused():
         return Estimate(traced, Clocks(traced, prices).run(), memory_in_bytes(traced, kept), place)

@@ -70,7 +70,7 @@ def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]
 
     Args:
         workload: the workload to change.
-        whole: the model that a plan would run, if the program runs another one.
+        whole: the model of the suggested plans (None: the workload's model).
     """
     plan = workload.plan
     smaller = f"a smaller batch, --micro-batch-size 1 --microbatches {workload.microbatches},"
@@ -193,7 +193,7 @@ def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | No
     Args:
         workload: the workload.
         peaks: the peak of each rank that was replayed.
-        whole: the model that a plan would run, if the program runs another one.
+        whole: the model of the suggested plans (None: the workload's model).
 
     Raises:
         UserError: if it does not fit, with the excess, the largest category, and a change that would make it fit.

@@ -51,7 +51,7 @@ class ClusterPrices(Prices):
 
     @property
     def contention(self) -> float:
-        """Slowdown of compute beside communication: measured on the machine, or for GPUs from the recipe."""
+        """Seconds that compute loses for each second with communication beside it, by the profile or by the recipe."""
         return self.cluster.contention or self.recipe.overlap.contention
 
     @property
@@ -136,7 +136,9 @@ class ClusterPrices(Prices):
         between experts' ranks. Sums of experts' slices are left out.
 
         Args:
-            layer, sequences, tokens, slices: as in `Model.kernels`.
+            layer: number of the layer.
+            sequences, tokens: number of sequences, and number of tokens of each on this rank.
+            slices: number of slices of the layer's parameters, one of which is computed.
         """
         word = self.recipe.memory.saved.again
         if not word:

@@ -74,7 +74,7 @@ RATIOS = replace(
 """Field with two numbers, each given as a number or as a ratio."""
 
 
-# The four groups of a recipe: kernels, memory, overlap, and what is used where a run does not say.
+# The four groups of a recipe: kernels, memory, overlap, and defaults for what a run does not state.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Kernels:
         return [run for kernel in kernels for run in self._run(kernel)]
 
     def _run(self, kernel: Kernel) -> list[Kernel]:
-        if isinstance(kernel, Matmul) and kernel.learned and kernel.batch > 1:  # of experts
+        if isinstance(kernel, Matmul) and kernel.learned and kernel.batch > 1:  # products of experts
             loaded = kernel._replace(m=math.ceil(kernel.m * self.expert_load))
             return [loaded._replace(batch=1)] * loaded.batch if self.expert_loop else [loaded]
         if not isinstance(kernel, Pointwise):
@@ -226,7 +226,7 @@ class MemoryUse:
             return replace(sizes, saved=saved)
         saves = tuple(saves_residual(model, layer, self.saved) for layer in range(model.layers))
         activations = kept_activations(model, micro_batch_size, self.saved, slices)
-        if self.logit_bytes is not None:  # of logits and their gradient, which have the same size
+        if self.logit_bytes is not None:  # for logits and their gradient, which have the same size
             pieces = model.vocab_slices if isinstance(model, CutModel) else 1
             sliced = pieces > 1 and not self.gathers_logits and self.sliced_logit_bytes is not None
             each = self.sliced_logit_bytes if sliced else self.logit_bytes

@@ -52,7 +52,7 @@ class EventLoop(Generic[C]):
 
     Args:
         rows: number of rows.
-        contention, lag: see `shardlab.simulate.timeline.prices.Prices`.
+        contention, lag: time that a row loses to communication in flight, and at each wait (see `Prices`).
 
     Attributes:
         at: for each row, the index of its next op.

@@ -54,7 +54,9 @@ class RankFigures:
     """Times of one rank, in the unit of the timeline.
 
     Attributes:
-        computing, exposed, idle: as in `shardlab.simulate.timeline.timeline.RankTimes`.
+        computing: time in which the rank computes.
+        exposed: time in which it communicates and does not compute.
+        idle: time in which it does neither, until the last rank has ended.
         communicating: time in which a communication of the rank is in flight.
         idle_by_cause: idle time by cause, without causes that take no time.
         waited_for: time for which other ranks are idle until this rank arrives, summed over these ranks.

@@ -463,7 +463,8 @@ def _overwrites(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, real: b
     """
     older_of = {at: older for at, (older, _) in in_place.fused.items()}
     if real:
-        written = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)  # none off a root
+        # A REDUCE has an output only on its root.
+        written = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)
         older_of |= {at: tape[at].inputs[0] for at in written}
     if buckets.batched:
         older_of = {

@@ -259,7 +259,7 @@ class _RowClocks(EventLoop[_Meeting]):
         super().__init__(len(rows), contention, lag)
         self._rows = [_RowState(row) for row in rows]
         self._free: dict[Hashable, float] = defaultdict(float)  # stream across rows to the time at which it is free
-        self._open: dict[Hashable, list[_Meeting]] = defaultdict(list)  # by channel, those that a row has yet to join
+        self._open: dict[Hashable, list[_Meeting]] = defaultdict(list)  # by channel, those not yet complete
         self.end, self.exposed = 0.0, defaultdict[Awaited, float](float)
 
     def advance(self, row: int, now: float) -> None:

@@ -52,7 +52,8 @@ class StepRecorder(MemoryLedger):
         entries: entries of the current segment, in order.
         outstanding: collectives that the rank has not awaited, in the order of their start.
         started: by group, the number of collectives that the rank has started.
-        may_grow: see `CompressedRunner.may_grow`.
+        may_grow: function that returns whether reductions can stay in flight while others start (see
+            `CompressedRunner`).
     """
 
     def __init__(self, model: ShortModel) -> None:
@@ -562,7 +563,9 @@ class SizedValue:
         layer, pieces, of: the value has `pieces` of the `of` pieces of this layer.
         held_bytes: bytes that it takes now; 0 if it lies in the memory of another value.
         slot: index of its current memory category in `CATEGORIES`.
-        keys, reading, alive: as in `shardlab.language.values.Value`.
+        keys: number of store keys of the value.
+        reading: collectives in flight that read it.
+        alive: whether it has been neither freed nor replaced by an update.
         updated: whether it is an updated weight.
     """
 

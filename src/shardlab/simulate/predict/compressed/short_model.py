@@ -232,7 +232,8 @@ class Repetition(NamedTuple):
     """Collectives of one group that a repeated segment leaves in flight. Each repetition leaves as many.
 
     Attributes:
-        more, distance: as in `StepSegment`.
+        more: number of repetitions for missing blocks.
+        distance: number of layers from one repetition to the next (negative in a backward pass).
         stride: number of collectives of the group that the segment starts.
         handles: number of these collectives that stay in flight.
     """

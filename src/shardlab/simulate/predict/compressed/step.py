@@ -60,7 +60,9 @@ class StepCompressor:
         """Return a rank of the pipeline, with the `RankKind` of all ranks of its kind.
 
         Args:
-            own_stages, place, number: as in `PipelineRank`.
+            own_stages: numbers of the rank's stages.
+            place: its position in the pipeline.
+            number: number of the rank.
             resolve: function that resolves the plan of the short model for the rank. It is called only for the first
                 rank of a kind.
         """
