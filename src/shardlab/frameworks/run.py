@@ -222,7 +222,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def known_optimizer(name: Any, notes: list[str]) -> Optimizer:
-    """Return the optimizer with a name, whose case does not matter; AdamW, with a note, if the name is not known."""
+    """Return the optimizer that a framework calls `name`, in any case; AdamW, with a note, if the name is unknown."""
     found = OPTIMIZERS.get(str(name).lower())
     if found is None:
         notes.append(f"optimizer {name} is predicted as AdamW")

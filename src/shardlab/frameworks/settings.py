@@ -145,7 +145,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 class Reason(NamedTuple):
-    """Setting that does not change a prediction, with the reason: it does not matter, or is not predicted."""
+    """Setting that does not change a prediction, and why it does not matter, or what the prediction lacks."""
 
     setting: Setting
     reason: str
@@ -179,7 +179,7 @@ class KeyTable:
         return {name: key for key in self.keys.values() for name in (*key.also, key.name) if name}
 
     def find(self, name: str) -> Key | None:
-        """Return the key with a name (None: no key that changes a step has it)."""
+        """Return the key of this name if it changes a step (None: it does not, or is not known)."""
         return self.by_name.get(name)
 
     def reason_to_ignore(self, name: str) -> str | None:

@@ -454,7 +454,7 @@ def _calculate(node: ast.expr) -> int:
 
 
 def _compare(words: Sequence[str]) -> bool | None:
-    """Return whether the words of a test hold (None: one of them is not known)."""
+    """Return whether a test with these words holds (None: a word is not known)."""
     if len(words) == 2 and words[0] in ("-z", "-n"):
         unset = re.fullmatch(r"\$\{\w+\}", words[1]) is not None
         return None if unset or UNSET in words[1] else (not words[1]) == (words[0] == "-z")

@@ -204,8 +204,8 @@ def first_difference(prints: Fingerprints) -> tuple[Hashable, tuple[tuple[int, .
     """Find the first result, in order of computation, on which ranks differ.
 
     Returns:
-        Key of the result, and the groups of ranks that agree; None if all ranks agree. A group alone has one rank,
-        which computed the result several times and did not always get the same.
+        Key of the result, and the groups of ranks that agree; None if all ranks agree. If there is only one
+        group, it is one rank, which computed the result several times and did not always get the same.
     """
     for key, of_rank in sorted(prints.items(), key=_computation_order):
         for rank, results in of_rank.items():

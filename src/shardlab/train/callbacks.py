@@ -40,7 +40,7 @@ from shardlab.train.weights import save_weights
 
 
 class ProductKernels(Callback):
-    """Callback that chooses the kernels of matrix products. From the second step on, all ranks use the same ones."""
+    """Callback that chooses the kernels of matrix products. From the second step on, all ranks use the same kernels."""
 
     def __init__(self) -> None:
         self._chosen = False

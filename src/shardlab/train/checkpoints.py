@@ -363,7 +363,8 @@ class ResumedRun:
         """Find the checkpoint from which the run in a folder is resumed.
 
         Args:
-            out, step, auto, together: folder of the run, and the other arguments of `find_checkpoint`.
+            out: folder of the run.
+            step, auto, together: which checkpoint is chosen, and by which ranks; see `find_checkpoint`.
 
         Returns:
             The run. None if `auto` is set and the run has no checkpoint yet.

@@ -180,7 +180,7 @@ class Watch:
         }
 
     def _verdict(self, ranks: Mapping[int, RankReport]) -> str:
-        """Name the ranks that cannot run; else the ranks for which others wait; else blame the network."""
+        """Return a sentence on the cause: ranks that cannot run, else ranks for which others wait, else the network."""
         after = f"the run ended after the {self._settings.timeout:g} s of --timeout"
         for fate in dict.fromkeys(seen.fate for seen in ranks.values()):
             if fate and fate != "has ended":

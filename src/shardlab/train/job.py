@@ -81,7 +81,7 @@ class Job:
         return entry
 
     def checked(self) -> Checked:
-        """Trace and check the strategy for this job, and rewrite the program by its passes.
+        """Trace and check the strategy for this job, and rewrite the program by the job's passes.
 
         Passes are guided by a simulation with teaching costs (relative times, no cluster). The result is cached in
         the job and pickled with it, so that the ranks do not trace again.
@@ -202,7 +202,7 @@ class Tracing:
     Attributes:
         warm_up: number of steps before the first recorded one. They allocate memory and open connections.
         timed: number of steps whose ops are timed. They start together on all ranks, as simulated steps do.
-        measured: number of steps after the timed ones. Their memory is measured, and the trace has the last of them.
+        measured: number of steps after the timed ones whose memory is measured. The trace shows the last of them.
     """
 
     warm_up: int = 3

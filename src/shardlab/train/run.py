@@ -61,11 +61,11 @@ class TrainingRun:
     Attributes:
         config: configuration from which the run can be repeated.
         out: output folder. It does not exist yet, unless `continues` is true.
-        command: command line that started the run, if one did.
+        command: command line that started the run (None: Python code did).
         tracing: steps that are recorded if the run is traced.
-        peak: FLOP/s of all devices together, if known.
-        resume: checkpoint from which the run is resumed, if it is.
-        continues: whether the output folder exists already. Records of steps that are run again are cut off.
+        peak: FLOP/s of all devices together (None: not known).
+        resume: checkpoint from which the run is resumed (None: it begins anew).
+        continues: whether the output folder exists already. Its records of steps that are run again are cut off.
         callbacks: the user's observers (`shardlab.train.steps.Callback`), besides those of every training.
     """
 

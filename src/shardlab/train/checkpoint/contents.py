@@ -275,7 +275,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: str = "") -> Iterator[KeptRange]:
-    """Yield the contiguous ranges of the slices of `key`, whose elements are in `tensors`, one after another."""
+    """Yield the slices of `key` as contiguous ranges. The tensors have the elements of all ranges in order."""
     ranges = iter(state.shapes.ranges(*key))
     for tensor in tensors:
         while len(tensor):

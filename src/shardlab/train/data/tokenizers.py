@@ -420,7 +420,7 @@ class HuggingFace(Tokenizer):
         return word
 
     def _knows(self, character: str) -> bool:
-        """Return whether a character has a token. Spaces count: some tokenizers encode them only after a word."""
+        """Return whether a character has a token. Spaces do: some tokenizers encode them only after a word."""
         if character not in self._known:
             there = character.isspace() or bool(self._tokenizer.encode(character, add_special_tokens=False).ids)
             self._known[character] = there
