@@ -364,6 +364,10 @@ def mistakes_as_sentences() -> Generator[None, None, None]:
         yield
 
 
+UNFIT = r"(?:no type matching .* from \[|could not convert string to float: |invalid literal for int.*: )(.*'.*?')"
+"""Pattern of messages of tyro and Python about a word of another type than the option's."""
+
+
 def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
     """Return a sentence about an error that tyro found in a command line."""
     match event:
@@ -371,7 +375,7 @@ def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
             return f"{option.display_name()} is {given!r}; {suggest_name(given, sorted({*choices} - {'None'}))}"
         case parse_errors.InstantiationFailure(argument=option, message=message) if option is not None:
             name = option.display_name()
-            if unfit := re.match(r"no type matching .* could be instantiated from \[(.*?)\]", message):
+            if unfit := re.match(UNFIT, message):
                 return f"{name}: {unfit[1]} does not fit; give {name} {option.lowered.metavar}"
             text = f"{name}: {message.rstrip('.')}"
         case parse_errors.MissingArgs(missing_arguments=missing):
