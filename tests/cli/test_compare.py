@@ -268,6 +268,7 @@ def test_the_json_of_several_runs_has_the_steps_that_all_have(
         (["a", "nowhere"], "nowhere does not exist; name the folder of a run"),
         (["a", "empty"], "empty has no recorded steps yet"),
         (["a", "empty", "--cluster", "local"], "--cluster is for the prediction of one run, but 2 runs are given"),
+        (["a", "empty", "--other-machine"], "--other-machine is for the prediction of one run, but 2 runs are given"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused(

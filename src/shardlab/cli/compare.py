@@ -100,7 +100,8 @@ class Compare:
         """Compare several runs."""
         from shardlab.train.history import read_records, read_run
 
-        alone = {"--cluster": self.cluster, "--recipe": self.recipe, "--trace": self.pictures.trace}
+        alone = {"--cluster": self.cluster, "--other-machine": self.other_machine or None}
+        alone |= {"--recipe": self.recipe, "--trace": self.pictures.trace}
         if wrong := [name for name, value in alone.items() if value is not None]:
             raise UserError(f"{wrong[0]} is for the prediction of one run, but {len(self.folders)} runs are given")
         if len({folder.resolve() for folder in self.folders}) < len(self.folders):

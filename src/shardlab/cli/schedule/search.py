@@ -16,6 +16,7 @@ from shardlab.cli.model_options import OptionalNumber
 from shardlab.cli.options import Flag, Name, NewFile, OptionalCount, check_new_file, writing
 from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, SwitchWords
 from shardlab.cli.schedule.costs import read_costs
+from shardlab.cli.simulate.step_options import PRICED_OPTIONS
 from shardlab.cli.step_request import StepRequest
 from shardlab.common.errors import UserError
 from shardlab.common.files import write_atomically
@@ -113,6 +114,8 @@ class ScheduleSearch:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
+        if self.force and self.csv is None:
+            raise UserError("--force replaces the file of --csv; give it, or leave --force out")
         check_new_file("--csv", self.csv, "schedule.csv", force=True)
         if not math.isfinite(self.seconds) or self.seconds <= 0:
             raise UserError(f"--seconds is {self.seconds:g}; give a number above 0")
@@ -160,8 +163,8 @@ class ScheduleSearch:
         """Step of --model on --cluster, or None without them."""
         request = self._request
         if not request.model and not request.cluster:
-            for name in ("memory", "sequence", "global_batch", "micro_batch_size", "precision", "recipe", "optimizer"):
-                if getattr(self, name):
+            for name in PRICED_OPTIONS:
+                if getattr(self, name, None):
                     flag = f"--{name.replace('_', '-')}"
                     raise UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
             return None
