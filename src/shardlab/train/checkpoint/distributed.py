@@ -223,7 +223,7 @@ def _item(name: str, value: Any) -> WriteItem:
 
 
 def _items(tensor: OutputTensor, file: int, files: int) -> list[WriteItem]:
-    """Return the items of a tensor in a file. There is none if the tensor has fewer rows than files."""
+    """Return the item for the rows of a tensor that a file gets; empty if it gets none."""
     rows, *rest = tensor.shape
     each = math.ceil(rows / files)
     start, stop = min(file * each, rows), min((file + 1) * each, rows)
