@@ -212,5 +212,5 @@ def find_contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
 
 
 def least_seconds(outcomes: Sequence[PlanOutcome]) -> float:
-    """Return the predicted seconds to run `STEPS` steps of each plan, the smallest number of measured steps."""
+    """Return the predicted seconds to run all plans, each for `STEPS` steps, the fewest that are measured."""
     return STEPS * sum(each.seconds for each in outcomes)

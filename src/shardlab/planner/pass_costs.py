@@ -71,7 +71,7 @@ class PassCosts:
         return self._costs[key]
 
     def _compute(self, line: Candidate, recompute: str) -> LayerCosts:
-        """Resolve a plan of one pipeline stage, and price each of its layers."""
+        """Return the costs of a line's layers: resolve its plan with one pipeline stage, and price each layer."""
         workload, plan = self.problem.workload(line), line.plan
         repeated, model = workload.repeated.alike[:-1], workload.sample.cut
         alone = Plan(

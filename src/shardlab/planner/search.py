@@ -131,7 +131,10 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> dict
 
 
 def _bytes_at(known: dict[float, float], guess: Guess, share: float) -> float:
-    """Return the bytes at a share, linear in the share. If only one point is known, the slope is that of the guess."""
+    """Return the estimated bytes of the plan that recomputes a share of the blocks: linear in the share.
+
+    The slope is that between the known points or, if only one is known, that of the guess.
+    """
     (first, bytes), slope = min(known.items(), key=lambda each: abs(each[0] - share)), guess.full_bytes - guess.bytes
     if len(known) > 1:
         least, most = min(known), max(known)

@@ -49,7 +49,10 @@ LEAST_SEQUENCE = 1024
 
 
 def meshes(problem: Problem) -> Iterator[Mesh]:
-    """Yield all meshes of all devices whose data-parallel ranks divide the batch. `dp_replicate` is always 1."""
+    """Yield all meshes that use all devices and divide the batch among data-parallel ranks.
+
+    `dp_replicate` is always 1.
+    """
     limits, model, devices = problem.limits, problem.model, problem.cluster.size
     mixes = isinstance(model, MoE) or "ep" in limits.fixed  # without experts, the code that runs plans refuses ep
     data_fixed = {"dp_shard", "dp_replicate"} & set(limits.fixed)
@@ -102,7 +105,7 @@ def divisors(number: int) -> list[int]:
 
 
 def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """Return the layers of each stage of a plan, as fixed by the user or divided by the recipe (empty: evenly)."""
+    """Return the `layers_per_stage` of a plan, as fixed by the user or divided by the recipe (empty: evenly)."""
     if "layers_per_stage" in problem.limits.fixed:
         return problem.limits.fixed["layers_per_stage"]
     if plan.mesh.pp == 1 or problem.recipe.defaults.stages == "even":

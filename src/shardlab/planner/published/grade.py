@@ -58,7 +58,7 @@ class GradedCell:
 
     @property
     def chosen(self) -> TriedPlan | None:
-        """First of the configurations that ran, in the order of the ranking (None: none ran)."""
+        """First configuration of the ranking that ran (None: none ran)."""
         return next(iter(self._ran), None)
 
     @property
@@ -68,12 +68,12 @@ class GradedCell:
 
     @property
     def regret(self) -> float:
-        """Difference of the best speed and that of the chosen configuration, as a share of the best speed."""
+        """Best speed minus the speed of the chosen configuration, as a share of the best speed."""
         return self._lost(self._ran[:1])
 
     @property
     def regret_of_first(self) -> float:
-        """Regret of the fastest of the first `FIRST` configurations that ran, in the order of the ranking."""
+        """Regret if the chosen configuration is the fastest of the first `FIRST` of the ranking that ran."""
         return self._lost(self._ran[:FIRST])
 
     @property

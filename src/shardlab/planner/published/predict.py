@@ -209,7 +209,7 @@ def wrong_fits(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def group_assumptions(runs: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return the ids of the runs that make each assumption. `runs` has the id and the assumptions of each run."""
+    """Return, for each assumption, the ids of its runs. `runs` has the id and the assumptions of each run."""
     grouped: dict[str, list[str]] = {}
     for run, assumed in runs:
         for phrase in assumed:

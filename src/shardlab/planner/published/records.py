@@ -190,7 +190,7 @@ def read_record(row: dict[str, Any]) -> RunRecord:
 
 
 def section(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an object of a row; an empty one if it is absent."""
+    """Return the object that a row has under a name, or an empty one if it is absent."""
     value = row.get(name)
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
@@ -297,7 +297,10 @@ TIMES = {
 
 
 def wrong_measurement(row: dict[str, Any]) -> str:
-    """Describe the first time or speed of a row that is neither above 0 nor says that memory ran out ("": none)."""
+    """Describe the first invalid time or speed of a row ("": none).
+
+    Valid are numbers above 0, and texts that say that memory ran out.
+    """
     for part, names in TIMES.items():
         for name in names:
             value = section(row, part).get(name)
@@ -340,7 +343,7 @@ def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
 
 
 def _of_block(measured: dict[str, Any]) -> float | None:
-    """Return the seconds of one block, whose fields are in milliseconds."""
+    """Return the seconds of one block, from fields in milliseconds."""
     total, parts = measured.get("layer_total_ms"), ("layer_forward_ms", "layer_backward_ms")
     forward, backward = (number(measured.get(part)) for part in parts)
     milliseconds = number(total) or (forward + backward if forward and backward else None)

@@ -180,7 +180,7 @@ def search_schedule(
 
 
 def published_steps(problem: ScheduleProblem) -> dict[str, Steps]:
-    """Return the built-in schedules with the placement, the stages and the backward passes of a problem, by name."""
+    """Return, by name, the built-in schedules that have the placement, stages and backward passes of a problem."""
     by_name: dict[str, Steps] = {}
     for name, schedule in SCHEDULES.items():
         if (schedule.placement is vee) == (problem.placement == "vee") and schedule.stages_per_rank in (

@@ -91,7 +91,7 @@ class Passes:
         return orders, frozenset(self.number(INPUT, action.stage, action.microbatch) for action in whole)
 
     def peak_memory(self, order: Iterable[int]) -> float:
-        """Return the peak memory of a rank."""
+        """Return the peak memory of a rank that runs its passes in this order."""
         memory, used, peak = self.memory, 0.0, 0.0
         for each in order:
             used += memory[each]

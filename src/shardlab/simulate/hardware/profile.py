@@ -212,7 +212,7 @@ def profile_of(data: dict[str, Any]) -> Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRow(AlphaBeta):
-    """Time of a collective in a file."""
+    """Entry of a profile's file: the time of a collective."""
 
     kind: str
     ranks: int
@@ -220,7 +220,7 @@ class CollectiveRow(AlphaBeta):
 
 @dataclass(frozen=True, kw_only=True)
 class RateRow(Rate):
-    """Speed of a family of kernels in a file."""
+    """Entry of a profile's file: the speed of a family of kernels."""
 
     family: str
     dtype: str
@@ -228,7 +228,7 @@ class RateRow(Rate):
 
 @dataclass(frozen=True, kw_only=True)
 class PeakRow(FastestProduct):
-    """Fastest product of matrices in a file."""
+    """Entry of a profile's file: the fastest product of matrices."""
 
     dtype: str
     processes: int

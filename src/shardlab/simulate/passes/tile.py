@@ -53,7 +53,7 @@ def tile(checked: Checked, tiles: int) -> Tapes:
 
 
 def _makes_terms(layer: Layer) -> bool:
-    """Return whether slices of a layer compute terms of its result, or logits, from one whole input."""
+    """Return whether each slice of a layer computes a term of the result, or logits, from the whole input."""
     own = any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut
     return layer.recomputed and not own and not layer.routes and "expert" not in layer.cut
 

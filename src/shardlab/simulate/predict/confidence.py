@@ -300,7 +300,7 @@ def nearest(runs: Iterable[RunErrors], kind: Kind, figure: Figure) -> list[RunEr
 
 
 def _unmeasured(kind: Kind, runs: Sequence[RunErrors], figure: Figure) -> Iterator[str]:
-    """Yield the properties of a step that no run of its recipe, or no run at all, has."""
+    """Yield, as text, the properties of a step that no run of its recipe has, or that no run has at all."""
     what = "run" if figure == "time" else "memory"
     recipe = kind.recipe[0]
     same = [each for each in runs if each.recipe == recipe]

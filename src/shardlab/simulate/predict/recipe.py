@@ -561,7 +561,7 @@ def _made(name: str, where: str, document: Any, switches: Switches, files: tuple
 
 
 def _partial(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the groups and the source of a switch's value."""
+    """Return the partial recipe of a switch's value: its groups of figures, and its source."""
     table = read_fields({"source": str} | _GROUP_TABLES, given, where)
     _require_source(table, where)
     return table

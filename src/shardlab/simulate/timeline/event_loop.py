@@ -179,7 +179,7 @@ class IdleLog:
         self._patterns.append((until, None))
 
     def append_pass(self, since: float, pattern: IdlePattern) -> None:
-        """Add the intervals of a pass that starts at a time."""
+        """Add the intervals of a pass that starts at time `since`."""
         self.until = since + pattern.ends[-1]
         self._starts.append(since)
         self._totals.append(self._totals[-1] + pattern.totals[-1])

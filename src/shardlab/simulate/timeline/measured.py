@@ -405,7 +405,7 @@ def read_trace(folder: Path) -> TraceFile:
 
 @contextmanager
 def _complaining(name: str) -> Generator[None, None, None]:
-    """Turn errors about invalid contents into a `UserError` that names the file."""
+    """Within the context, turn errors about invalid contents into a `UserError` that names the file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -61,7 +61,7 @@ class _Layers:
         return self.sample.passes(self.cuts[layer]).by_key[name, self.sample.sample_layer[layer], *rest]
 
     def forward_of(self, layer: int, keeps: Keeps, stores_outputs: bool) -> MeasuredPass:
-        """Return a layer's forward pass, with the memory of its residual stream as on this rank."""
+        """Return a layer's measured forward pass, corrected for the memory of its residual stream on this rank."""
         key = layer, keeps, stores_outputs
         done = self.forwards.get(key)
         if done is None:
