@@ -157,7 +157,7 @@ class KeptWeights:
                             self.arriving.add(number)
 
     def memory_of(self, layer: int, holds: Holds) -> MemoryKey | None:
-        """Return the first kept memory of a layer's weight that contains some slices.
+        """Return the first kept memory of a layer's weight that contains the slices `holds`.
 
         An update of these slices writes to this memory, unless it reads a copy of the weight in another place. The
         result is None if the rank loads no weight with these slices; the optimizer state then has memory of its own.
@@ -292,7 +292,7 @@ def view_roots(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
 
 
 def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
-    """Map the index of each FORWARD or RECOMPUTE that is the last to read its activation to that activation.
+    """Map the last FORWARD or RECOMPUTE that reads an activation, by index, to this activation.
 
     Backward passes do not count: they name the activation, but read the value that the layer saved.
     """

@@ -163,7 +163,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
-    """Return the refusal of slices of sequences in experts' buffers, which mix tokens of all slices of a sequence."""
+    """Return the refusal of a slice of sequences in an experts' buffer: a buffer mixes tokens of all slices."""
     layers = program.sizes.signatures
     buffers = {at for at, layer in enumerate(layers, 1) if _indices_made(layer, layer.outputs[0].tensor) & {"expert"}}
     if not buffers or program.sizes.space(program.mesh, 1).sequence == 1:

@@ -35,7 +35,7 @@ def resident_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Return the largest number of bytes of this process that were in memory so far (Linux only; 0 on Windows).
+    """Return the most bytes that this process has had in memory at any time (Linux only; 0 on Windows).
 
     The call does not release Python's global interpreter lock.
     """

@@ -274,7 +274,7 @@ def in_notebook_cell() -> bool:
     """Return whether this process is the kernel of a Jupyter notebook, or was started by one, as by a cell with `!`.
 
     The output of such a process looks like that of a terminal, but what has been printed stays as it is: nothing can be
-    redrawn, and nobody can press a key. Jupyter sets the variable for a kernel, and processes that the kernel starts
+    redrawn, and nobody can press a key. Jupyter sets JPY_PARENT_PID for a kernel, and processes that the kernel starts
     inherit it (jupyter_client's `launcher.py`).
     """
     return "JPY_PARENT_PID" in os.environ

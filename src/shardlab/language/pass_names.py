@@ -78,7 +78,7 @@ class EarlyStart:
 
     Attributes:
         number: how many places ahead an op starts. With 2, for example, a gather starts before the first use of the
-            weight that the gather two places before it delivers.
+            weight that comes from the gather two places earlier.
         but: numbers of the ops that are not moved, counted from 0 over the ops that the pass could move.
     """
 

@@ -109,7 +109,7 @@ class ComputeVerbs(Tracer):
         Args:
             activation: the first input of the forward pass.
             gradients: the gradient of the layer's output; a tuple if it has several.
-            weight: the weight of the forward pass, or the same slices of it.
+            weight: the layer's weight, with the same slices as in the forward pass.
 
         Returns:
             The weight's gradient, then the gradient of each input.

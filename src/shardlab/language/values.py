@@ -52,7 +52,7 @@ class Value(ValueMisuse):
     Attributes:
         rank, number: the rank, and the value's number on its tape.
         spec: the value's spec.
-        keys: number of store keys of the value.
+        keys: number of store keys that name the value.
         reading: communications in flight that read it. Until they complete it is read-only and stays alive.
         alive: whether it has been neither freed nor replaced by an update.
         dropped: whether its last key was deleted or overwritten, which ended it.

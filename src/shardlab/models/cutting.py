@@ -353,7 +353,7 @@ def _experts(steps: Sequence[Step]) -> list[int]:
 
 
 def _placed_again(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps with slots assigned again before each combine, which is in another layer than the dispatch.
+    """Return the steps, with slots assigned again before each combine, since it is in another layer than the dispatch.
 
     Layers then pass on only the experts' numbers, which are exact in the compute dtype.
     """

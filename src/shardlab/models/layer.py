@@ -178,7 +178,9 @@ class Run:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the layer keeps its input activation for the backward pass. A layer that only adds it does not."""
+        """Whether the layer keeps its input activation for the backward pass: not if it only adds it to another
+        tensor.
+        """
         return self.keeps_inputs[0]
 
     @cached_property

@@ -237,7 +237,7 @@ class FusedAttention(NamedTuple):
 
     @property
     def elements(self) -> float:
-        """Number of elements of queries, output, keys and values, and in the backward pass of their gradients."""
+        """Number of elements of queries, output, keys and values; in the backward pass, also of their gradients."""
         each = self.sequences * self.head_width
         passed = each * (2 * self.heads * self.queries + 2 * self.kv_heads * self.keys)
         return float(2 * passed if self.backward else passed)

@@ -29,7 +29,7 @@ ITERATIONS = 5
 
 
 class WholeMatrix(NamedTuple):
-    """Matrix whose update by Muon needs all of it: a parameter, a section of one, or the matrix of one expert.
+    """Matrix that Muon updates as a whole: a parameter, a section of a parameter, or the matrix of one expert.
 
     Attributes:
         name: name of the parameter.

@@ -153,7 +153,7 @@ def shards_of(sizes: Iterable[int], single: str, shard_bytes: int) -> list[str]:
 
 
 def index_text(files: Mapping[str, str], total: int) -> str:
-    """Return the text of the index of several files of weights.
+    """Return the text of the index for several files of weights: the file of each tensor.
 
     Args:
         files: the file of each tensor.

@@ -80,7 +80,7 @@ def pipeline_preset(schedule: str) -> Preset:
 
 
 def messages_of(schedule: Schedule) -> str:
-    """Return the formula for the elements of activations and gradients that the rank that sends most sends in a step.
+    """Return the formula for the elements of activations and gradients sent in a step, on the rank that sends most.
 
     If the stages form a loop, the last rank also sends activations to the first. If they form a V, the two stages at
     the turn are on one rank and exchange no messages.

@@ -209,7 +209,7 @@ def built_in(
     columns: bool = False,
     order: int = 50,
 ) -> Callable[[Strategy], Strategy]:
-    """Declare a program as a built-in strategy. Its name is that of the function, with `-` in place of `_`.
+    """Declare a program as a built-in strategy. It has the function's name, with `-` in place of `_`.
 
     Args:
         keeps: the field `memory` of `StrategyEntry`. All other arguments are its fields of the same name.
@@ -231,7 +231,7 @@ def preset(
 
     Args:
         splits, keeps, source, sends, ranks: as for `built_in`.
-        name: name of the strategy (empty: that of the function).
+        name: name of the strategy (empty: the function's name).
     """
 
     def declare(plan: Preset) -> Preset:

@@ -208,7 +208,7 @@ def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def _sum_of_terms(first: Spec, total: int) -> Spec:
-    """Return the spec of a sum of terms, with the form of the first one except for its term."""
+    """Return the spec of a sum of terms: the first one's, with the bit set `total` of all summed pieces."""
     term = first.form.term
     assert term is not None
     if term.over == KEY:

@@ -106,8 +106,8 @@ class Layer:
 
     @property
     def deals(self) -> frozenset[str]:
-        """Indices of its outputs of which it may compute only some pieces (`Node.deals`): the experts to which it sends
-        tokens.
+        """Indices for which the layer may compute only some pieces of its outputs (`Node.deals`): the experts of a
+        dispatch.
         """
         return frozenset[str]().union(*(node.deals for node in self.nodes))
 

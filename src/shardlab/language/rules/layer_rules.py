@@ -362,7 +362,7 @@ class LayerRules:
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
     def _dealt_pieces(self, gradients: Sequence[Spec]) -> dict[str, int]:
-        """Return the pieces of a dealt index that the forward pass computed, as its output's gradient has them."""
+        """Return the pieces of a dealt index that the forward pass computed. Its output's gradient has the same."""
         return {index: mask for each in gradients[:1] for index, mask in each.form.slices if index in self.layer.deals}
 
     def _dealt_term(self, cut: dict[str, int]) -> Term | None:

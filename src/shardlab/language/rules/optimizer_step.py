@@ -228,7 +228,7 @@ def _want_finished(
     norm: Spec | None,
     trained: Holds,
 ) -> None:
-    """Require a finished gradient, and states of its layer and step, which all contain the last state's slices.
+    """Require a finished gradient, and states of its layer and step. All must contain the slices of the last state.
 
     Args:
         states: (noun for messages, spec, kind to require) of each of the op's other inputs, the optimizer state last.

@@ -149,7 +149,7 @@ class Receiver(Blocked):
     watch: AsyncioWatch
 
     def wait(self) -> Wait:
-        """Return a description of the wait. Its blockers are the other ranks that wait, or all others if none does."""
+        """Return a description of the wait. Its blockers are the other ranks that wait, or all others if none waits."""
         others = [r for r in range(self.watch.ranks) if r != self.rank] or [self.rank]
         waiting, ended = self.watch.waiting(), [r for r in self.watch.ended() if r != self.rank]
         over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""

@@ -282,7 +282,7 @@ def refuse_stale(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
 
 
 def require_one_update(layer: int, given: Mapping[int, Any]) -> None:
-    """Refuse final weights of a layer, by rank, that lack slices or were not updated exactly once."""
+    """Refuse a layer's final weights (`given`, by rank) if they lack slices or were not updated exactly once."""
     op = About("Model.check", layer)
     if not given:
         none = f"no rank has set the final weight of layer {layer}"

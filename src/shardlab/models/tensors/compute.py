@@ -436,7 +436,7 @@ def loss_of(log_probs: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy_backward(log_probs: Tensor, targets: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of `scale`, (), times the cross-entropy with respect to the logits, without autograd.
+    """Return the gradient of the cross-entropy times `scale`, a scalar, with respect to the logits, without autograd.
 
     Args:
         log_probs: logarithms of the probabilities, (rows, T, vocabulary).

@@ -71,7 +71,7 @@ class Dropout:
 def make_generator(purpose: str, *numbers: int) -> torch.Generator:
     """Return a CPU generator that is seeded by the purpose and the numbers.
 
-    They are hashed, because torch's CPU generator uses only 32 bits of its seed, and because the streams of adjacent
+    Both are hashed, because torch's CPU generator uses only 32 bits of its seed, and because the streams of adjacent
     seeds should be unrelated.
     """
     digest = hashlib.blake2b(repr((purpose, *numbers)).encode(), digest_size=4).digest()

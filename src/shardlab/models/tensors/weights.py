@@ -136,7 +136,7 @@ def whole_parameters(model: Model, layer: int, flat: Tensor) -> Iterator[tuple[i
 
 
 def layer_weights(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:
-    """Copy one cut layer's flat buffer from the buffers of the blocks that have its parameters, by block number."""
+    """Copy one cut layer's flat buffer from `wholes`: by number, the flat buffers of the blocks with its parameters."""
     layout, run = model.layout(layer), model.run(layer)
     named = {block: named_views(model.whole.layout(block), flat) for block, flat in wholes.items()}
     like = next(iter(wholes.values()))

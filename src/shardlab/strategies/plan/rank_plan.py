@@ -234,7 +234,7 @@ class ModelLayers:
 
     @cached_property
     def recomputable(self) -> list[range]:
-        """Layers of each block that can be recomputed, in order.
+        """The blocks that can be recomputed, in order, each as a range of layers.
 
         In half-blocks, a block reaches from its first norm up to the next block's first norm. The embedding and the
         head are never recomputed. In a mixture of experts, only the experts of each block are.
@@ -253,7 +253,7 @@ class ModelLayers:
         return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else layers
 
     def reduced_with(self, layer: int) -> int:
-        """Return the number of the block whose gradients are reduced together with those of a layer.
+        """Return the number of the block whose gradients are reduced together with a layer's gradients.
 
         The embedding is part of the first block and the head part of the last, as in models of whole blocks.
         """

@@ -362,7 +362,7 @@ class PendingReduction(NamedTuple, Generic[V]):
 
 
 class ReducingState(NamedTuple):
-    """State of a `GradientReducer` between two steps: its private attributes of these names.
+    """State of a `GradientReducer` between two steps: its private attributes with the same names.
 
     Handles are replaced with numbers, and maps with tuples or sets of pairs.
     """

@@ -20,7 +20,7 @@ def find_schedule(name: str) -> Schedule | Steps:
     """Return the schedule with a built-in name, `path/to/file.py:function` or `path/to/file.csv`.
 
     The function in a Python file is a generator `(rank, ranks, microbatches, stages_per_rank)`, for one stage on each
-    rank. The name may also be that of a `Schedule`, which can have another placement and number of stages.
+    rank. The name may also stand for a `Schedule` in the file, which can have another placement and number of stages.
 
     A file is read again if its text has changed, or if the name now refers to another file.
 

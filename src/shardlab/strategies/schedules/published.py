@@ -139,7 +139,8 @@ def in_phases(*phases: tuple[int, list[Pass]]) -> Iterator[Action]:
     """Yield the phases of a schedule.
 
     Args:
-        phases: for each phase, its number of repetitions, and the passes of which each repetition takes the next one.
+        phases: for each phase, the number of repetitions, and iterators over passes. Each repetition takes the next
+            pass of every iterator.
     """
     for times, turn in phases:
         for _ in range(times):

@@ -39,7 +39,7 @@ class ParameterView(NamedTuple):
 
 
 class SavedTensors:
-    """Hooks that decide which tensors autograd saves of a function.
+    """Hooks that decide which tensors autograd saves for a function.
 
     The weight of a forward pass may be freed before the backward pass, and gathered again at another address. Autograd
     would keep it alive. So a saved view of a parameter is stored as `ParameterView`, and looked up in the parameters of
