@@ -29,7 +29,8 @@ class CanRun:
             both are possible).
         gradients_with_pp: "whole" if the ranks of a pipeline keep the gradients of sharded parameters whole, and reduce
             them once a step.
-        reshard_after, reshard_after_with_pp: times at which gathered parameters are freed (see `Plan.reshard_after`).
+        reshard_after: times at which gathered parameters can be freed (see `Plan.reshard_after`).
+        reshard_after_with_pp: the same with several pipeline ranks (empty: `reshard_after`).
         sequence_parallel: "always" or "never" if tensor-parallel ranks must or cannot cut sequences ("": both are
             possible).
         schedules: pipeline schedules, by Shardlab's names.

@@ -97,7 +97,7 @@ class RunErrors:
 
     Attributes:
         publisher: publisher of the runs.
-        recipe, device, seq_len, switches, mixture, axes: the kind.
+        recipe, device, seq_len, switches, mixture, axes: the kind of the runs (see `Kind`).
         time, memory: errors of the runs with a measured time or memory, predicted / measured - 1.
     """
 
@@ -275,7 +275,8 @@ def _first_error(first: Sequence[RunErrors], near: Sequence[RunErrors], kind: Ki
     Args:
         first: first predictions of the nearest kinds.
         near: runs of the nearest kinds, predicted without their publisher.
-        kind, figure: the kind and the figure.
+        kind: the kind.
+        figure: "time" or "memory".
     """
     if not first:
         return 0.0

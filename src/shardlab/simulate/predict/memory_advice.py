@@ -214,7 +214,7 @@ def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | No
 
 
 def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) -> str:
-    """Return a text with the first change that makes the workload fit without passes, or the one that saves most."""
+    """Return as text the first change that makes the workload fit without passes, or else the one that saves most."""
     workload = replace(workload, passes="none", tiles=1)
     least: tuple[float, Change] | None = None
     for change in changes(workload, whole):

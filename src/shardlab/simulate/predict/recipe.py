@@ -383,7 +383,7 @@ class Recipe:
         name: name in options.
         source: description of its choices.
         bases: the recipe on which it builds, the recipe on which that builds, and so on.
-        kernels, memory, overlap, defaults: its figures.
+        kernels, memory, overlap, defaults: the four groups of its figures.
         can_run: limits of the steps that it runs (see `shardlab.simulate.predict.capabilities`).
         figures: each figure in its files, by group and field, such as "memory.reserved".
         switches: its options by name, each with the value to which the figures belong.

@@ -156,7 +156,7 @@ class MemoryPeak(NamedTuple):
     """Peak of a rank's memory during some work, relative to the memory when the work began.
 
     Attributes:
-        bytes, by_category: total, and by category.
+        bytes, by_category: memory at the peak minus the memory when the work began, in total and by category.
         op, layer: the op at the peak, and its layer.
     """
 

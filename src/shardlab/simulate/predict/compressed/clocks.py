@@ -177,7 +177,7 @@ def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG
 
     Args:
         rows: one for each pipeline rank.
-        contention, lag: see `Prices`.
+        contention, lag: time that a row loses to communication in flight, and at each wait (see `Prices`).
     """
     return _run_clocks(rows, contention, lag).end
 
@@ -220,7 +220,8 @@ class _RowState:
     """Collectives and messages that a row has started.
 
     Attributes:
-        entries, routes: entries and routes of the row.
+        entries: entries of the row.
+        routes: its part in the messages of each route.
         collectives: by group, the collectives that the row has started, in order: the times at which all members have
             arrived, at which it starts, and at which it ends.
         messages: by route, the posted messages that the row has not awaited, in order: the times at which both ranks

@@ -591,7 +591,8 @@ class SizedHandle:
     """Collective that a compressed rank has started.
 
     Attributes:
-        kind, group: the kind, and the group.
+        kind: kind of the collective.
+        group: the ranks that take part.
         number: position among the rank's collectives of this group.
         result, read: the output and the input (None: the collective belongs to a measured pass).
         repetition: its repetition for missing blocks (None: it is not repeated).

@@ -436,7 +436,9 @@ class PassCollective(NamedTuple):
 
     Attributes:
         after: seconds of compute between the previous collective and this one.
-        group, seconds, kind: the group, the duration, and the kind.
+        group: the ranks that take part.
+        seconds: duration of the collective.
+        kind: kind of the collective.
     """
 
     after: float
