@@ -236,8 +236,8 @@ class BufferBytes:
 
 
 def fewest_slices(specs: Sequence[Mapping[int, Spec]]) -> dict[int, int]:
-    """Return, for each layer, the smallest number of equal slices such that every value of its weight consists of whole
-    slices.
+    """Return, for each layer, the smallest number of equal slices such that every value of its parameters consists
+    of whole slices.
     """
     cuts = {layer: math.lcm(*numbers) for layer, numbers in slice_counts(specs).items()}
     return defaultdict(lambda: 1, cuts)

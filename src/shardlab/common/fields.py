@@ -67,7 +67,8 @@ class FieldType:
         wanted: function from a value to a description of accepted values; "" if the value is accepted.
         of_words: function from the flag's arguments to the value. If the flag takes one argument, it also converts
             texts in files.
-        of_file: function from a value in a file to the field's value (None: only lists are converted, to tuples).
+        of_file: function from a value in a file to the field's value (None: a list becomes a tuple, and a text
+            is converted by `of_words`).
     """
 
     words: Any
