@@ -99,7 +99,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
 
     Parameters that are sharded over several axes are gathered over one axis after the other, the last axis first. The
     first gather is prefetched, and the others are awaited (`ParameterGatherer`). If attention gathers keys and values
-    over the axis of the prefetched gather, it waits for that gather, which was issued before.
+    over the axis of the prefetched gather, attention waits for the prefetched gather, which was issued before.
     """
     plan, precision, each = line.plan, line.precision, _microbatches(costs, line)
     prices, mesh = costs.cluster_prices(line), line.plan.mesh

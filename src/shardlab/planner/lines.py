@@ -269,7 +269,7 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
 def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
     """Return the lines one or two changes away.
 
-    The changes are those of mesh and microbatch, recomputation, sharding, schedule, context, and precision.
+    A change affects mesh and microbatch, recomputation, sharding, schedule, context, or precision.
     """
     near = dict.fromkeys(change_line(problem, line, **words) for words in _changes(problem, line))
     return [each for each in near if each not in (None, line)]

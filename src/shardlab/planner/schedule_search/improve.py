@@ -242,7 +242,7 @@ class _Search:
 def _critical_path(timing: Timing, rank: int) -> list[int]:
     """Return the critical path to a rank's end, last pass first.
 
-    Each pass starts when the next one in the list ends, or when the output of that one arrives.
+    Each pass starts when the next pass in the list ends, or when the output of the next pass arrives.
     """
     passes, end = timing.passes, timing.end
     before: dict[int, int] = {}

@@ -280,7 +280,7 @@ def algorithm_bandwidth(bytes: float, seconds: float) -> float:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """Return the factor from algorithm bandwidth to a link's (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Summary").
+    """Return the ratio of a link's bandwidth to algorithm bandwidth (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Summary").
 
     All_reduce 2(n - 1)/n; reduce_scatter, all_gather and all_to_all (n - 1)/n; broadcast and reduce 1. Gather and
     scatter, which that page leaves out, are (n - 1)/n in nccl-tests' own code (src/gather.cu, src/scatter.cu), and a

@@ -344,8 +344,8 @@ MOST_MARGIN = 0.075
 def memory_margin(recipe: Recipe, cluster: Cluster, model: Blocks) -> float:
     """Return the bytes of a device that must stay free for a plan to be chosen: 0 on CPU cores.
 
-    It is the expected error of the predicted memory, at most `MOST_MARGIN` of the device, or the recipe's
-    `margin_bytes`, if that is larger.
+    It is the larger of the recipe's `margin_bytes` and the expected error of the predicted memory. The error counts as
+    at most `MOST_MARGIN` of the device's memory.
     """
     if cluster.on_cpu:
         return 0.0

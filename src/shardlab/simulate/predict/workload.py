@@ -280,8 +280,8 @@ class Workload:
     def flops(self) -> float:
         """Model FLOPs of a step (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
-        They are those of matrix products: once in the forward pass, and twice as many in the backward pass. Attention
-        counts as a whole square, and recomputation does not count.
+        Only matrix products count: once in the forward pass, and twice in the backward pass. Attention counts as a
+        whole square, without a causal mask. Recomputation does not count.
         """
         forward = sum(self.model.forward_flops(layer) for layer in range(self.model.layers))
         return 3.0 * forward * self.microbatches * self.micro_batch_size
