@@ -23,7 +23,7 @@ CODE_LINES = {
     "execute": 3740,
     "frameworks": 3330,
     "language": 4685,
-    "learn": 5750,
+    "learn": 5755,
     "measure": 2150,
     "models": 4530,
     "planner": 4080,

@@ -72,12 +72,19 @@ ADVICE_OF_CALLS: dict[str, str] = {
 
 AVERAGED = "each gradient is a share of the batch's mean already, weighted by its tokens. What do shares add up to?"
 
+SLICES = "the slices of all ranks are the layer, each once. Which does each rank have here, and which does the op need?"
+
 ADVICE_OF_STEPS: dict[str, str] = {
+    "counted twice": (
+        "each microbatch may be in the sum once. Which of them does each rank load, and how often is each one summed?"
+    ),
     "missing microbatches": (
         "an update needs the gradient of the whole batch. Where are the microbatches of one rank added up, and where "
         "are those of all ranks summed?"
     ),
+    "missing slices": SLICES,
     "never updated": "which part of the step is still missing? Every layer that is loaded is updated at the end.",
+    "pieces overlap": SLICES,
     "scaled gradient": AVERAGED,
     "wrong factor": AVERAGED,
 }
