@@ -62,7 +62,7 @@ def test_a_program_on_another_mesh_runs_on_that_mesh(tmp_path: Path) -> None:
 def test_a_plan_of_many_ranks_runs_on_few(tmp_path: Path) -> None:
     words, ranks = strategy_words(*solved("buckets", tmp_path))
     assert ranks == FEWER_RANKS
-    assert words == ["--dp-shard", "4", "--passes", "bucket=4,defer=2"]
+    assert words == ["--dp-shard", "4", "--passes", "bucket=4,defer=1"]
 
 
 def test_a_program_of_too_many_ranks_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardlab.check import Checked, check
 from shardlab.common.errors import UserError
-from shardlab.language import Program, Strategy
+from shardlab.language import Mesh, OpKind, Program, Strategy, trace
 from shardlab.language.pass_names import ONLY_NAMED, PASS_NAMES, EarlyStart, named_passes
 from shardlab.models import GPT, MoE
 from shardlab.simulate.passes import PASSES, Goal, find_passes, helpful_names, run_named, run_passes
@@ -21,6 +21,7 @@ from shardlab.strategies.fsdp import fsdp
 from shardlab.strategies.load import load
 from shardlab.strategies.pipeline import pipeline
 from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.registry import entry_from_plan
 from shardlab.strategies.wsdp import wsdp
 from shardlab.train.job import Job
 from tests.check import empty_programs
@@ -120,6 +121,21 @@ def test_a_sum_that_is_awaited_at_once_is_awaited_later_with_its_update() -> Non
     late = checked(awaited_at_once, 2)
     assert ends(late, "defer") == [19.2, 18.0]
     assert ends(checked(ddp, 2), "none") == [18.0]
+
+
+def test_a_deferred_bucket_counts_as_one_reduction() -> None:
+    """With `defer=1` a bucket is awaited just before the next bucket starts, however many layers it has."""
+    mesh = Mesh(dp_shard=4)
+    before = check(trace(entry_from_plan(Plan(mesh), "plan").program, mesh, 8, 4))
+    tape = run_named(before, "bucket=4,defer=1")[-1].checked.program.tapes[0]
+    starts = [at for at, op in enumerate(tape) if op.batch >= 0]
+    waits = [
+        at for at, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle in {tape[s].handle for s in starts}
+    ]
+    assert len(starts) == 8
+    for number in (0, 2, 4):
+        assert starts[number + 1] < waits[number] < waits[number + 1] < starts[number + 2]
+        assert sum(op.kind is OpKind.BACKWARD for op in tape[starts[number] : waits[number]]) == 2
 
 
 def test_a_message_that_is_asked_for_late_travels_while_its_receiver_computes() -> None:

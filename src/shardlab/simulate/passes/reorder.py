@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 
 from shardlab.check import Checked
 from shardlab.check.checked import Dependences
@@ -91,7 +92,7 @@ class Ordering:
     def _ready(self, at: int) -> float:
         """Return the position of the last op on which an op depends, except those that move with it."""
         needed = self.needs.before[at]
-        return max((self._ready(each) if each in self._follows else self._place(each) for each in needed), default=-1.0)
+        return max((self._ready(each) if each in self._follows else self.place(each) for each in needed), default=-1.0)
 
     def tape(self) -> list[Op]:
         """Return the tape in its new order."""
@@ -102,7 +103,7 @@ class Ordering:
         for at in reversed(range(len(tape))):
             for other in after[at]:
                 follows = tape[other].kind in LIGHT or tape[other].kind is FREE or other in self._sunk
-                latest[at] = min(latest[at], latest[other] if follows else self._place(other))
+                latest[at] = min(latest[at], latest[other] if follows else self.place(other))
         places: list[float] = []
         for at, op in enumerate(tape):
             there = max((places[other] for other in before[at]), default=-1.0)
@@ -111,11 +112,12 @@ class Ordering:
             elif at in self._sunk:
                 place = max(there, min(self._sunk[at], latest[at]))
             else:
-                place = max(there, self._place(at))
+                place = max(there, self.place(at))
             places.append(place)
         return [tape[at] for at in sorted(range(len(tape)), key=lambda at: (places[at], at))]
 
-    def _place(self, at: int) -> float:
+    def place(self, at: int) -> float:
+        """Return the position of an op after the requests so far to start it earlier; ops of a batch share one."""
         return self._raised.get(at, self._places[at])
 
 
@@ -152,7 +154,8 @@ def defer(checked: Checked, ahead: int) -> Tapes:
     """Delay the wait for each reduced gradient while later reductions start, and update right after the wait.
 
     Wait and update move to just before the `ahead`-th reduction after this one, or to the end of the step, so at most
-    `ahead` reductions are in flight. Gradients are then reduced while gradients of earlier layers are computed.
+    `ahead` reductions are in flight. A bucket counts as one reduction. Gradients are then reduced while gradients of
+    earlier layers are computed.
 
     Raises:
         CannotApply: if no gradient is reduced.
@@ -165,11 +168,12 @@ def defer(checked: Checked, ahead: int) -> Tapes:
 def _wish_defer(checked: Checked, ahead: int, order: Ordering) -> None:
     needs = order.needs
     started = _reductions(needs.tape, checked.specs[order.rank])
-    for number, at in enumerate(started):
-        later = started[number + ahead] if number + ahead < len(started) else len(needs.tape)
-        awaited = needs.end_of(at)
-        for late in (awaited, *_updates(order, awaited)):
-            order.end_before(late, later)
+    buckets = [list(together) for _, together in groupby(started, order.place)]
+    for number, together in enumerate(buckets):
+        later = buckets[number + ahead][0] if number + ahead < len(buckets) else len(needs.tape)
+        for awaited in map(needs.end_of, together):
+            for late in (awaited, *_updates(order, awaited)):
+                order.end_before(late, later)
 
 
 def _updates(order: Ordering, awaited: int) -> Iterator[int]:
