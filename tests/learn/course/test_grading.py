@@ -193,6 +193,13 @@ def test_an_error_that_is_no_typical_mistake_gets_no_advice_of_one(entry: Course
         assert refused(entry.exercise, UserError(sentence)).mistake is None, sentence
 
 
+@pytest.mark.parametrize("entry", KEPT, ids=lambda entry: entry.name)
+def test_a_misspelt_verb_gets_no_advice_of_a_mistake(entry: CourseEntry, tmp_path: Path) -> None:
+    result = grade_text(entry, entry.solution_text.replace("rank.forward(", "rank.foward("), tmp_path)
+    assert "did you mean rank.forward?" in result.finding
+    assert not result.advice
+
+
 def test_all_goals_that_are_missed_are_named() -> None:
     missed = grade(bare("ddp", goals=Goals("a test", time=1, memory=1, sent=1)), DDP.solution)
     assert missed.finding.count(";") == 2

@@ -67,8 +67,9 @@ ADVICE_OF_CALLS: dict[str, str] = {
         "runs only when it is awaited."
     ),
     "unused result": "no collective changes its argument in place: it returns a new value. Which line keeps that?",
+    "unknown verb": "",  # the refusal suggests a name, and it lists names that mistakes' patterns would match
 }
-"""Advice for refusals by rules about a single call. It precedes that of the exercise's mistakes."""
+"""Advice for refusals by rules about a single call ("": the refusal says it). It precedes that of mistakes."""
 
 AVERAGED = "each gradient is a share of the batch's mean already, weighted by its tokens. What do shares add up to?"
 
