@@ -20,7 +20,7 @@ import shardlab
 import shardlab.models
 from examples.my_strategy import my_ddp
 from shardlab import Refused, UserError, api
-from shardlab.language import Holds, Kind, Mesh, Rank, Spec
+from shardlab.language import Holds, Kind, Mesh, Rank, Spec, Store
 from shardlab.language.rules.spec import Space, form_of
 from shardlab.learn.puzzles import grade
 from shardlab.models import find_model
@@ -263,6 +263,18 @@ def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:
         shardlab.draw(timeline, tmp_path / "missing" / "ddp.svg")
 
 
+def test_a_store_has_neither_title_nor_colours() -> None:
+    stores: list[Store] = []
+
+    async def program(rank: Rank) -> None:
+        stores.append(rank.weights)
+
+    shardlab.trace(program, ranks=1)
+    for settings in ({"title": "weights"}, {"color_by": "layer"}):
+        with pytest.raises(UserError, match="is no timeline; leave title and color_by out"):
+            cast(Any, shardlab.draw)(stores[0], **settings)
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -288,6 +300,19 @@ def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:
         (lambda: shardlab.plan("gpt2", "a100x8", max_tpp=4), r"there is no option max_tpp=4; did you mean max_tp"),
         (lambda: shardlab.plan("gpt2", "a100x8", json=True), "json is an option of the command shardlab plan only"),
         (lambda: shardlab.plan("gpt2", "a100x8", seconds=-1), "is not a time"),
+        (lambda: shardlab.plan("gpt2", "a100x8", write="x"), "write is an option of the command shardlab plan only"),
+        (lambda: shardlab.plan("gpt2", "a100x8", search_schedule=2), "search_schedule is an option of the command"),
+        (lambda: shardlab.plan("gpt2", "a100x8", explain=[]), r"explain is \[\]; give True or False"),
+        (lambda: shardlab.plan("gpt2", "a100x8", tp=True), "tp is True; give its value, or leave it out"),
+        (lambda: shardlab.plan("gpt2", "a100x8", shard_parameters=True), "shard_parameters is True; give its value"),
+        (lambda: shardlab.plan("gpt2", "a100x8", tied=False, untied=False, bias=True, no_bias=True), "both bias and"),
+        *(
+            (
+                lambda number=number: shardlab.trace("fsdp", **{number: 10**30}),
+                "and at most 500,000 are traced; take fewer",
+            )
+            for number in ("ranks", "layers", "microbatches")
+        ),
         (lambda: shardlab.verify("ddp", all=True), "all is an option of the command shardlab verify only"),
         (lambda: shardlab.check(cast(Any, keeps_own_gradient(cast(Any, None)))), "; give keeps_own_gradient itself"),
         (lambda: shardlab.check(shardlab.trace("ddp"), ranks=4), "keeps its ranks, layers and microbatches"),

@@ -70,6 +70,7 @@ def trace(strategy: AnyStrategy, ranks: Ranks = None, layers: Layers = None, mic
     from shardlab.language import trace as run
 
     entry, count, sizes = _inputs(strategy, ranks, layers, microbatches)
+    entry.require_ops(count, sizes if isinstance(sizes, int) else sizes.layers, microbatches)
     sizes = entry.puzzle(count, sizes) if isinstance(sizes, int) else sizes
     with short_paths():
         return run(entry.program, entry.grid(count), sizes, microbatches)
@@ -482,6 +483,8 @@ def draw(
     if path is not None and not str(path).endswith(".svg"):
         refuse_argument("path", str(path), f"a file that ends in .svg, such as {Path(str(path)).stem}.svg")
     title = title or (thing if isinstance(thing, str) else "")
+    if isinstance(thing, Value | Store) and (title or color_by != "pass"):
+        raise UserError(f"{thing!r:.100} is no timeline; leave title and color_by out")
     if isinstance(thing, Value | Store | Timeline | Prediction):
         if (costs, ranks, layers, microbatches) != (None, None, None, 4):
             raise UserError(f"{thing!r} keeps its costs, ranks, layers and microbatches; leave them out here")

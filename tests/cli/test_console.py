@@ -22,7 +22,7 @@ from shardlab.cli import COMMANDS, main
 from shardlab.cli.console import ONE_LIST, Report, help_tables, meant_by, print_fact, print_line, subcommand_names
 from shardlab.cli.launch import Submit
 from shardlab.cli.learn.command import Learn
-from shardlab.cli.options import option_names
+from shardlab.cli.options import option_values
 from shardlab.cli.plan.command import PlanCommand
 from shardlab.cli.sample import Sample
 from shardlab.cli.simulate.command import Simulate
@@ -126,7 +126,7 @@ def test_every_command_that_is_suggested_exists_and_no_name_for_it_is_a_command(
         assert command in COMMANDS or command.split()[0] in COMMANDS
         assert not set(names.split()) & set(COMMANDS)
         kind = next((each for each in EMPTY if command == type(each).__name__.lower()), None)
-        assert not options or (kind is not None and options[0] in option_names(kind)), meaning
+        assert not options or (kind is not None and options[0] in option_values(kind)), meaning
     own = subcommand_names(Learn)
     for meaning, names in help_tables()["peer commands of shardlab learn"].items():
         assert meaning in own
@@ -134,7 +134,7 @@ def test_every_command_that_is_suggested_exists_and_no_name_for_it_is_a_command(
 
 
 def test_every_meaning_is_an_option_or_speaks_of_options_and_no_peer_is_answered_with_itself() -> None:
-    known = [{f"--{name.replace('_', '-')}" for name in option_names(command)} for command in EMPTY]
+    known = [{f"--{name.replace('_', '-')}" for name in option_values(command)} for command in EMPTY]
     for meaning, peers in help_tables()["peers"].items():
         options = set(re.findall("--[a-z-]+", meaning))
         having = [flags for flags in known if options <= flags]

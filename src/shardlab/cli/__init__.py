@@ -42,7 +42,7 @@ from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch, Submit
 from shardlab.cli.learn.command import Learn
 from shardlab.cli.listings import Clusters, Recipes, ScheduleCommand, Strategies
-from shardlab.cli.options import option_names
+from shardlab.cli.options import option_values
 from shardlab.cli.passes import PassesCommand
 from shardlab.cli.plan.command import PlanCommand
 from shardlab.cli.sample import Sample
@@ -210,7 +210,7 @@ def _unrecognized(word: str, command: object) -> UserError:
         return UserError(f"unexpected argument {word!r}; did you mean --strategy {word}?")
     if not word.startswith("-"):
         return UserError(f"unexpected argument {word!r}; options begin with --, and --help lists them")
-    flags = sorted(f"--{name.replace('_', '-')}" for name in option_names(command))
+    flags = sorted(f"--{name.replace('_', '-')}" for name in option_values(command))
     return UserError(f"there is no option {word}; {meant_by(word, flags)}")
 
 

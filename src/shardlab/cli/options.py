@@ -211,13 +211,13 @@ class Pictures:
             save_trace_events(shown, self.trace)
 
 
-def option_names(command: object) -> list[str]:
-    """List the names of a command's options, including those of its option groups."""
-    names: list[str] = []
+def option_values(command: object) -> dict[str, Any]:
+    """Return the values of a command's options by name, including those of its option groups."""
+    values: dict[str, Any] = {}
     for field in fields(cast(Any, command)):
         value = getattr(command, field.name)
-        names += option_names(value) if is_dataclass(value) else [field.name]
-    return names
+        values |= option_values(value) if is_dataclass(value) else {field.name: value}
+    return values
 
 
 def switch_flags(name: str, about: str) -> Iterator[tuple[str, Any, bool]]:

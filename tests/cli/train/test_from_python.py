@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import shardlab
+from shardlab.cli.options import option_values
+from shardlab.cli.train.from_python import command_from
 from shardlab.common.errors import UserError
 from shardlab.strategies.ddp import ddp
 from shardlab.train.steps import Callback, StepResult, Training
@@ -155,3 +157,9 @@ def test_a_notebook_shows_all_output_on_stdout(warm: WarmStarts, tmp_path: Path)
     *lines, summary = done.stdout.splitlines()
     assert any(line.startswith("step     2/2") for line in lines)
     assert summary.startswith("<Summary of 2 steps, validation loss ")
+
+
+def test_false_is_the_opposite_of_a_flag_or_leaves_it_out() -> None:
+    command = command_from("plan", [], {"model": "gpt2", "cluster": "a100x4", "tied": False, "explain": False})
+    assert option_values(command)["untied"]
+    assert not option_values(command)["explain"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardlab.cli import Command, command_of
+from shardlab.cli import COMMANDS, Command, command_of
+from shardlab.cli.options import option_values
 from shardlab.cli.train.command import Caller, Train
 from shardlab.common.calls import refuse_argument
 from shardlab.common.errors import closest_name
@@ -27,7 +28,18 @@ if TYPE_CHECKING:
 _LINE = re.compile(r"[^\s(]+(?=:\d+[):])")
 """Pattern of a file name in a message that is followed by the number of a line."""
 
-OF_THE_COMMAND = ("json", "print_config", "out", "force", "grade", "measure", "measured", "all")
+OF_THE_COMMAND = (
+    "json",
+    "print_config",
+    "out",
+    "write",
+    "force",
+    "grade",
+    "measure",
+    "measured",
+    "search_schedule",
+    "all",
+)
 """Options that a function call does not have, because they print, write files or start other work."""
 
 
@@ -63,9 +75,15 @@ def command_from(
     Raises:
         UserError: for an unknown option, a wrong value, or an option that the call does not accept.
     """
-    if unfit := [each for each in OF_THE_COMMAND if settings.get(each) and each not in allowed]:
+    given = {option: value for option, value in settings.items() if value is not None}
+    if unfit := [each for each in OF_THE_COMMAND if given.get(each, False) is not False and each not in allowed]:
         raise UserError(f"{unfit[0]} is an option of the command shardlab {name} only; leave it out")
-    options = [word for option, value in settings.items() for word in _words(option, value)]
+    defaults = option_values(COMMANDS[name]())
+    flags = {option for option, default in defaults.items() if isinstance(default, bool)}
+    for option, value in given.items():
+        if option in defaults and isinstance(value, bool) != (option in flags):
+            refuse_argument(option, value, "True or False" if option in flags else "its value, or leave it out")
+    options = [word for option, value in given.items() for word in _words(option, value, flags)]
     return command_of([name, *words, *options])
 
 
@@ -129,11 +147,16 @@ def strategy_name(strategy: Callable[..., Any]) -> str:
     return f"{file}:{strategy.__name__}"
 
 
-def _words(name: str, value: Any) -> list[str]:
-    """Return an option and its value as arguments of a command line. The value None gives no arguments."""
+def _words(name: str, value: Any, flags: Collection[str]) -> list[str]:
+    """Return an option and its value as arguments of a command line.
+
+    Args:
+        flags: names of options without a value. A flag without an opposite is off if it is left out.
+    """
     flag = f"--{name.replace('_', '-')}"
-    if value is None:
-        return []
+    if value is False and name in flags:
+        opposite = "untied" if name == "tied" else f"no_{name}"
+        return [f"--{opposite.replace('_', '-')}"] if opposite in flags else []
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, (list, tuple)):
