@@ -410,8 +410,8 @@ SENTENCES = {
         "weights[0] (step 1); update every slice that is loaded, once."
     ),
     "not kept": (
-        "rank 0, op 0 load_weight(layer 0): the step ends without weights[0] (step 1), which was made and not kept;"
-        " keep the slice in its store."
+        "rank 0, op 10 update(layer 0): the step ends without weights[0] (step 1), which is made here and not kept; "
+        "keep it in its store."
     ),
     "no forward, on a tape": (
         "rank 0, op 6 backward(layer 0): value 0 is not the value that the layer saved in this activation's forward; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import check
-from shardlab.language import OpKind, Rank, trace
+from shardlab.language import OpKind, Rank, Refused, trace
 from shardlab.strategies import STRATEGIES
 from tests.language.tapes import alone, live_at_end, refused, together, words
 
@@ -175,16 +175,26 @@ def test_a_step_leaves_only_the_slices_that_were_loaded() -> None:
     assert live_at_end(program, 0) == set(updated.outputs)
 
 
-def test_an_updated_slice_that_no_key_names_is_kept_like_one_in_a_store() -> None:
+@pytest.mark.parametrize("stored", ["weights", "opt_states"])
+def test_an_updated_slice_that_no_store_keeps_is_refused_where_it_is_made(stored: str) -> None:
     async def strategy(rank: Rank) -> None:
         weight, state = rank.load_weights(0)
         batch = rank.activations[0] = rank.load_batch([0])
         rank.weights[0] = weight
         gradient = rank.loss(rank.forward(0, batch, weight))
         gradient, _ = rank.backward(0, batch, gradient, weight)
-        rank.update(0, gradient, weight, state)
+        new_weight, new_state = rank.update(0, gradient, weight, state)
+        if stored == "weights":
+            rank.weights[0] = new_weight
+        else:
+            rank.opt_states[0] = new_state
 
-    assert len(live_at_end(check(trace(strategy, 1, 1, 1)).program, 0)) == 2
+    lost = {"weights": "opt_states", "opt_states": "weights"}[stored]
+    program = trace(strategy, 1, 1, 1)
+    with pytest.raises(Refused, match=rf"the step ends without {lost}\[0\] .*made here and not kept; keep") as refusal:
+        check(program)
+    assert refusal.value.op is not None
+    assert program.tapes[0][refusal.value.op].kind is OpKind.UPDATE
 
 
 def test_a_copy_gathered_after_the_update_is_freed_at_the_end() -> None:

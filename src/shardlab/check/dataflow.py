@@ -173,9 +173,9 @@ def check_rank_ending(state: RankState) -> None:
         if final not in left:
             lacking = f"the step ends without {final}"
             if final in state.specs.values():
-                state.refuse(
-                    "not kept", f"{lacking}, which was made and not kept", "keep the slice in its store", loaded
-                )
+                made = max(number for number, spec in state.specs.items() if spec == final)
+                here = next(at for at, op in enumerate(state.ops) if made in op.outputs)
+                state.refuse("not kept", f"{lacking}, which is made here and not kept", "keep it in its store", here)
             of_layer = (spec for spec in state.specs.values() if (spec.kind, spec.layer) == (kind, layer))
             if part := next((spec for spec in of_layer if spec.step == final.step), None):
                 remedy = "gather the slices of all ranks, or load this one only"

@@ -2,9 +2,10 @@
 
 `Tracer` is the base of all verbs. It frees values, so programs need not. A value is freed when its last store key is
 deleted or overwritten. A value without a key, in a variable or a list of the program, lives until its last use, or
-until the end of the step if no op uses it. Tracing does not know in advance which use is the last, so it writes a FREE
-after each use, and a later use moves it. If a communication still reads the value, the tape waits for it before the
-FREE. A gradient of an activation that no op uses, such as that of the tokens, is freed after the op that computes it.
+until the end of the step if no op uses it. The slices that a step leaves, updated, must be in stores. Tracing does not
+know in advance which use is the last, so it writes a FREE after each use, and a later use moves it. If a communication
+still reads the value, the tape waits for it before the FREE. A gradient of an activation that no op uses, such as that
+of the tokens, is freed after the op that computes it.
 """
 
 from __future__ import annotations
@@ -217,6 +218,8 @@ class Tracer(ABC):
     def end(self, frozen: int) -> None:
         """End the step: wait for communication in flight, and free all values but the final one of each loaded slice.
 
+        A final value that no store keeps is freed too, and the check then refuses the program.
+
         Args:
             frozen: bit set of the layers whose weights are not updated.
         """
@@ -225,7 +228,7 @@ class Tracer(ABC):
                 self.emit_wait(handle)
         alive = [value for value in self._values if isinstance(value, Value) and value.alive]
         kept: dict[Spec, Value] = {}
-        for value in sorted(alive, key=lambda value: not value.keys):  # stable: a value in a store comes first
+        for value in (value for value in alive if value.keys):
             spec = value.spec
             at = self._loaded.get((spec.kind, spec.layer, spec.holds))
             loaded = at is not None and self.ops[at].place == spec.form.place
