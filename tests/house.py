@@ -21,7 +21,7 @@ CODE_LINES = {
     "common": 995,
     "draw": 1740,
     "execute": 3740,
-    "frameworks": 3330,
+    "frameworks": 3345,
     "language": 4685,
     "learn": 5755,
     "measure": 2150,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,24 @@ def test_a_missing_file_and_an_unknown_framework_are_refused() -> None:
         read_config("megatron")
     with pytest.raises(UserError, match="name the file"):
         read_config("nanotron")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "framework", "sentence"),
+    [
+        ([], "megatron", "this file is for torchtitan, not megatron; leave out --framework"),
+        (["STEPS=3"], None, "STEPS=... is for a script; give settings as --KEY VALUE"),
+        (["4096"], None, "'4096' is no setting; give --KEY VALUE"),
+        (["training.seq_len=4096"], None, "'training.seq_len=4096' is no setting; give --KEY VALUE"),
+    ],
+)
+def test_words_without_effect_are_refused(
+    overrides: list[str], framework: str | None, sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("[training]\nseq_len = 2048\n")
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        read_config(str(path), overrides, framework)
 
 
 @given(st.lists(st.text(st.sampled_from("-=abc 1.\n$'\""), min_size=1, max_size=12), min_size=1, max_size=6))

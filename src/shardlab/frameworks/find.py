@@ -18,7 +18,7 @@ from shardlab.frameworks import deepspeed, megatron, nanotron, nemo, torchtitan
 from shardlab.frameworks.python_config import read_python
 from shardlab.frameworks.run import FrameworkRun
 from shardlab.frameworks.settings import UNSET, Config, Setting, key_table
-from shardlab.frameworks.shell import Script, Word, flags_of, run_script
+from shardlab.frameworks.shell import FLAG, Script, Word, flags_of, run_script
 from shardlab.frameworks.yaml_file import read_json, read_yaml
 from shardlab.simulate.hardware import Cluster
 
@@ -79,6 +79,16 @@ class Overrides:
                 flags.append(Word(word, 0))
         return cls(variables, tuple(flags))
 
+    def require_flags(self, *, assignments: bool) -> None:
+        """Refuse a word before the first flag, which would be ignored.
+
+        Args:
+            assignments: whether the framework takes KEY=VALUE as well.
+        """
+        for first, _ in self.words[:1]:
+            if not FLAG.fullmatch(first) and not (assignments and "=" in first):
+                raise UserError(f"{first!r:.100} is no setting; give --KEY VALUE" + " or KEY=VALUE" * assignments)
+
 
 def read_config(name: str, overrides: Sequence[str] = (), framework: str | None = None) -> Config:
     """Return the settings of a configuration.
@@ -99,12 +109,19 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
             raise UserError(f"{name} reads its configuration from a file; name the file")
         if not overrides:
             raise UserError(f"{name} has no arguments; give them after --, as in: explain {name} -- --key value")
+        changed.require_flags(assignments=False)
         return _from_script("", "the command line", changed, name, Path())
     path = Path(name)
     require_regular_file(path)
     text = _text_of(path)
     with naming(path):
-        return _from_text(text, path, changed, framework)
+        config = _from_text(text, path, changed, framework)
+        if framework not in (None, config.table.framework):
+            raise UserError(f"this file is for {config.table.framework}, not {framework}; leave out --framework")
+        if changed.variables and path.suffix in (".toml", ".py"):
+            raise UserError(f"{next(iter(changed.variables))}=... is for a script; give settings as --KEY VALUE")
+    changed.require_flags(assignments=config.table.framework in READERS)
+    return config
 
 
 def _text_of(path: Path) -> str:
