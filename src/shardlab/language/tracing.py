@@ -158,12 +158,13 @@ class Tracer(ABC):
             op = self.ops[handle.op]
             if op.kind in COLLECTIVES and op.layer == layer and self._kind(op.inputs) is kind:
                 return f"{op} (op {handle.op}) brings such a value, await its handle and store the result"
-        for spec in reversed(self._values):
-            if (
-                isinstance(spec, Spec)
-                and (spec.kind, spec.layer) == (kind, layer)
-                and (not more or (spec.holds is WHOLE and more[0] in bits(spec.microbatches)))
-            ):
+        for each in reversed(self._values):
+            spec = each if isinstance(each, Spec) else each.spec
+            if (spec.kind, spec.layer) != (kind, layer):
+                continue
+            if more and spec is not each and spec.holds is not WHOLE:
+                return ""  # the second part of the key may be a slice instead of a microbatch
+            if spec is each and (not more or (spec.holds is WHOLE and more[0] in bits(spec.microbatches))):
                 return f"{spec} was freed on this rank, keep it under this key until its last use"
         return ""
 

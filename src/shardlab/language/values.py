@@ -190,19 +190,21 @@ class Store(MutableMapping[Hashable, Value]):
         return picture(self)
 
     def _missing(self, key: Hashable) -> Refused:
-        keys = listed_keys(self._values)
-        if reason := self._rank.why_missing(self.kind, key):
-            has = reason
+        given, keys = f"{self.name}[{key!r}] does not exist", listed_keys(self._values)
+        other = next((k for k, v in self._values.items() if isinstance(k, int) and v.spec.layer == key), None)
+        if other is not None:
+            given += f"; {self._values[other].spec} is under the key {other}"
+            remedy = "correct one of the two keys"
+        elif reason := self._rank.why_missing(self.kind, key):
+            remedy = reason
         elif self.kind is Kind.GRAD_WEIGHT and not isinstance(key, tuple):
-            has = "begin the sum with rank.accumulate(gradient)"
+            remedy = "begin the sum with rank.accumulate(gradient)"
         elif not keys:
-            has = f"the store is empty, first write rank.{self.name}[{key!r}] = value"
-        elif len(self._values) == 1:
-            has = f"the store has only the key {keys}, use it"
+            remedy = f"the store is empty, first write rank.{self.name}[{key!r}] = value"
         else:
-            has = f"the store has the keys {keys}, use one of these"
-        missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", has)
-        return missing.at(self._rank.index, len(self._rank.ops))
+            given += f"; the store has {'only the key' if len(self) == 1 else 'the keys'} {keys}"
+            remedy = f"correct the key, or write rank.{self.name}[{key!r}] before this line"
+        return MissingKey("unknown key", "", given, remedy).at(self._rank.index, len(self._rank.ops))
 
 
 SHOWN_KEYS = 6

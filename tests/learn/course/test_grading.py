@@ -185,7 +185,7 @@ def test_ranks_that_would_hang_are_reported_with_their_lines(tmp_path: Path) -> 
 def test_an_error_that_is_no_typical_mistake_gets_no_advice_of_one(entry: CourseEntry) -> None:
     for sentence in (
         f"{entry.name}.py:35: rank 0, op 14: the program raised NameError: name 'x' is not defined; fix it there.",
-        f"{entry.name}.py:35: rank 0, op 9: weights[77] does not exist; the store has only the key 0, use it.",
+        f"{entry.name}.py:35: rank 0, op 9: weights[77] does not exist; the store has only the key 0. Correct the key.",
         f"{entry.name}.py:35: rank 0, op 14 has not come within 2 s of CPU time; let the loop end.",
         f"{entry.name}.py:35 cannot be run: SyntaxError: expected ':'",
         f"the schedule {entry.name}, rank 0, line 35: TypeError: unsupported operand.",
@@ -198,6 +198,13 @@ def test_a_misspelt_verb_gets_no_advice_of_a_mistake(entry: CourseEntry, tmp_pat
     result = grade_text(entry, entry.solution_text.replace("rank.forward(", "rank.foward("), tmp_path)
     assert "did you mean rank.forward?" in result.finding
     assert not result.advice
+
+
+def test_a_missing_slice_is_not_taken_for_a_microbatch(tmp_path: Path) -> None:
+    """The key is of a layer and a slice, and the layer's gradient of the microbatch with that number was freed."""
+    text = find("ring_all_reduce").solution_text.replace("range(n - 1)", "range(n)", 1)
+    finding = grade_text(find("ring_all_reduce"), text, tmp_path).finding
+    assert "grad_weights[(0, 3)] does not exist; the store has the keys 1, (0, 0). Correct the key" in finding
 
 
 def test_all_goals_that_are_missed_are_named() -> None:

@@ -110,7 +110,7 @@ EXERCISE = Exercise(
         Mistake(
             "layers go backward in forward order",
             ("for l in reversed(rank.layers):", "for l in rank.layers:"),
-            r"grad_activations\[1\].* does not exist",
+            r"grad_activations\[1\] does not exist; the store has",
             "layer l's backward pass reads the gradient that layer l + 1 makes. Which layer comes first?",
         ),
         Mistake(
