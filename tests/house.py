@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 380,
+    "": 390,
     "check": 2280,
     "cli": 8330,
     "common": 995,

@@ -184,6 +184,17 @@ def test_a_step_is_the_same_by_names_and_by_objects(model: str) -> None:
     assert found.forecast.memory.capacity == 20 * 2**30
 
 
+def test_a_plan_that_the_recipe_cannot_run_is_predicted_only_as_if() -> None:
+    zero_v = shardlab.Plan(Mesh(pp=2, dp_shard=4), schedule="zb-v")
+    with pytest.raises(
+        UserError, match=r"megatron-core has no pipeline schedule zb-v; .*, or as_if to predict it as if"
+    ):
+        shardlab.predict("gpt2", "a100x8", zero_v, recipe="megatron-core")
+    with pytest.raises(UserError, match="as_if is for the recipe of a framework; give recipe=NAME, or leave it out"):
+        shardlab.predict("gpt2", "a100x8", zero_v, as_if=True)
+    assert shardlab.predict("gpt2", "a100x8", zero_v, recipe="megatron-core", as_if=True).seconds > 0
+
+
 def test_a_step_that_does_not_fit_is_predicted() -> None:
     plan = shardlab.Plan(Mesh(dp_shard=8))
     step = shardlab.predict("llama3-8b", "a100x8", plan, tokens_per_step="64K")

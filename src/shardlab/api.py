@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from shardlab.common.calls import public, refuse_argument
 from shardlab.common.errors import unknown_name
-from shardlab.common.fields import check_field, choice
+from shardlab.common.fields import SWITCH, check_field, choice
 from shardlab.common.text import bytes_text, seconds_text
 from shardlab.common.user_code import short_paths, trace_limits
 from shardlab.language import Mesh, Program, Sizes, Store, Strategy, UserError, Value
@@ -209,6 +209,7 @@ def predict(
     switches: Mapping[str, str] | None = None,
     optimizer: Optimizer = "adamw",
     memory: str | None = None,
+    as_if: bool = False,
 ) -> Prediction:
     """Predict the time, the memory and the speed of one step of a plan.
 
@@ -229,9 +230,11 @@ def predict(
         switches: options of the recipe's framework by name, such as {"attention": "flash2"}.
         optimizer: optimizer whose state is counted.
         memory: memory that the step may use on each device, such as "72GiB" (default: all of it).
+        as_if: predict a plan that the recipe's framework cannot run as if it could.
 
     Raises:
-        UserError: for an unknown name, or sizes that do not fit. A step that does not fit into memory is not an error.
+        UserError: for an unknown name, sizes that do not fit, or a plan that the recipe's framework cannot run. A step
+            that does not fit into memory is not an error.
     """
     from shardlab.cli.step_request import StepRequest
     from shardlab.models import Blocks
@@ -256,6 +259,7 @@ def predict(
         if not isinstance(value, kind) or value == "" or isinstance(value, bool):
             refuse_argument(name, value, instead)
     check_field("optimizer", optimizer, choice(Optimizer), "adamw")
+    check_field("as_if", as_if, SWITCH, False)
     request = StepRequest(
         model,
         cluster,
@@ -266,6 +270,7 @@ def predict(
         recipe=recipe,
         switches=switches or {},
         memory=memory,
+        as_if=as_if,
     )
     entry, devices = load(plan), request.found_cluster
     if entry.plan is None:
@@ -276,6 +281,7 @@ def predict(
     workload = Workload(
         layout, request.found_model, devices, *batch, numbers, recipe=request.found_recipe, optimizer=optimizer
     )
+    request.broken_limit(workload)
     return _prediction(workload, forecast(workload))
 
 

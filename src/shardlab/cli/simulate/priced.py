@@ -105,7 +105,6 @@ def price(request: StepRequest) -> PricedStep:
     """
     from shardlab.models import GPT
     from shardlab.simulate.predict.forecast import forecast, step_to_trace
-    from shardlab.simulate.predict.limits import broken_limit
     from shardlab.simulate.predict.memory_advice import require_memory
     from shardlab.simulate.predict.workload import Workload
 
@@ -144,8 +143,7 @@ def price(request: StepRequest) -> PricedStep:
     )
     if entry.plan is None:
         entry.require_ops(1, model.layers, request.batch.microbatches or 1)
-    if (limit := broken_limit(workload)) and not request.as_if:
-        raise UserError(f"{limit}, or --as-if to predict it as if {workload.recipe.name} could run it")
+    limit = request.broken_limit(workload)
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
     traced = step_to_trace(workload)

@@ -144,8 +144,6 @@ class StepOptions:
         if request.model and request.cluster:
             if self.costs is not None:
                 raise UserError("--costs gives times in units, but --cluster gives seconds; leave out one of them")
-            if self.as_if and request.recipe is None:
-                raise UserError("--as-if is for the recipe of a framework; give --recipe NAME, or leave it out")
             return True
         if self.model or request.cluster:
             self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
