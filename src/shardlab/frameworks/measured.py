@@ -208,7 +208,8 @@ def _of_the_machine(
     if not found.memory.safe and found.memory.fits:
         text = f"the allocator is nearly full ({bytes_text(found.memory.unlimited, 1)}), and frees and asks again"
         yield Hypothesis(text, seconds, memory, 1.5, "count num_alloc_retries in torch.cuda.memory_stats()")
-    text = f"{seconds_text(seconds - found.seconds)} of each step are beside the GPUs: data, logs, checkpoints, Python"
+    lost = seconds_text(seconds - found.seconds)
+    text = f"{lost} of each step pass outside the GPUs: data, logs, checkpoints, Python"
     todo = "time the next() of the data loader, and a step with one batch repeated"
     yield Hypothesis(text, seconds, memory, 0.6, todo)
     if (share := found.seconds / seconds) > 0.5:

@@ -196,7 +196,7 @@ def _slurm(job: SubmittedJob) -> str:
             '    echo "$(date): exit code $status" >> "$failures"',
             f'    if [ "$(wc -l < "$failures")" -le {RESTARTS} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
             f"elif {job.warned}; then",
-            "    # Its time is nearly over, and it is not.",
+            "    # The job's time is nearly over, and the run has not ended.",
             '    rm -f "$failures"',
             '    scontrol requeue "$SLURM_JOB_ID"',
             "fi",
@@ -253,7 +253,7 @@ def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
     script = shlex.quote(str(job.run / SCRIPT))
     return [
         f'if {{ [ "$status" -eq 0 ] || [ "$status" -eq 124 ]; }} && {job.warned}; then',
-        "    # Its time is nearly over, and it is not.",
+        "    # The job's time is nearly over, and the run has not ended.",
         f"    qsub {script} && status=0",
         "fi",
     ]
