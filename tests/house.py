@@ -28,7 +28,7 @@ CODE_LINES = {
     "models": 4530,
     "planner": 4080,
     "simulate": 7420,
-    "strategies": 2725,
+    "strategies": 2740,
     "train": 8950,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

@@ -101,6 +101,32 @@ def test_a_file_with_a_schedule_is_no_strategy_and_says_how_to_give_it(tmp_path:
         load(str(path))
 
 
+PLANS = "from shardlab.language import Mesh\nfrom shardlab.strategies import Plan\n"
+
+
+@pytest.mark.parametrize("given", ["", ":mine"])
+def test_a_function_that_returns_a_plan_is_a_strategy(tmp_path: Path, given: str) -> None:
+    path = tmp_path / "any.py"
+    path.write_text(f"{PLANS}def mine() -> Plan:\n    return Plan(Mesh(dp_shard=8), passes='defer=1')\n")
+    entry = load(f"{path}{given}")
+    assert (entry.name, entry.ranks, entry.passes_on(8)) == (f"{path}:mine", 8, "defer=1")
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ("3", r"mine in \S+any\.py returned 3; return a Plan"),
+        ("Plan(Mesh(dp=3))", r"any\.py:4 cannot be run: TypeError"),
+        ("Plan(passes='buckte=1')", r"any\.py:4: there is no pass 'buckte=1'|did you mean bucket\?"),
+    ],
+)
+def test_a_function_that_returns_no_plan_is_refused(tmp_path: Path, returned: str, sentence: str) -> None:
+    path = tmp_path / "any.py"
+    path.write_text(f"{PLANS}def mine() -> Plan:\n    return {returned}\n")
+    with pytest.raises(UserError, match=sentence):
+        load(str(path))
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py is not a file"):
         load(f"{tmp_path}/none.py:mine")

@@ -154,7 +154,7 @@ class PlanOptions:
             raise UserError(f"both {name} and --plan {path} were given; give one of them")
         if name is not None and base is None and flags.keys() <= {"passes"}:
             entry = load(name, with_offload(passes, words) if words else flags.get("passes", passes))
-            if entry.plan is None or not flags:
+            if entry.plan is None or (not flags and entry.name in STRATEGIES):
                 return entry, ranks or entry.ranks
         axes = {axis: flags.pop(axis) for axis in AXES if axis in flags}
         plan = base or _base_plan(name, path, None if axes else ranks)
@@ -195,7 +195,7 @@ def checked(
     if isinstance(layers, int) and layers > 0:
         layers = replace(entry.puzzle(ranks, layers), whole_matrices=whole_matrices)
     with contextlib.redirect_stdout(sys.stderr):
-        if path is None:
+        if path is None or entry.plan is not None:
             return check(trace(entry.program, mesh, layers, microbatches))
         return FileCheck(entry.program, str(path)).check(mesh, layers, microbatches)
 

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import replace
 from pathlib import Path
 
-from shardlab.common.user_code import file_and_name, find_member, load_module
+from shardlab.common.user_code import file_and_name, find_member, load_module, reporting_errors_of
 from shardlab.language import UserError
 from shardlab.strategies import find
 from shardlab.strategies.plan.plan import UNNAMED, Plan
@@ -21,6 +21,7 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
 
     Args:
         name: a built-in name, `path/to/file.py:function`, `path/to/file.py` if the file has one strategy, or a plan.
+            The function is a strategy, `async def f(rank)`, or it returns a plan, `def f() -> Plan`.
         passes: names of the tape passes (None: the plan's passes, if it is a plan).
 
     Raises:
@@ -35,13 +36,30 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
 
 def _from_file(name: str, path: Path, function: str) -> StrategyEntry:
     module = load_module(path)
-    if not function and not any(map(inspect.iscoroutinefunction, vars(module).values())):
-        hint = f"write the strategy as `async def f(rank): ...`, or give a schedule as --pp N --schedule {path}"
-        raise UserError(f"{path} has no async function; {hint}")
-    what, is_one = ("function", "async functions"), inspect.iscoroutinefunction
-    function, program = find_member(module, path, function, what, is_one)
+    if not function and not any(map(_is_strategy, vars(module).values())):
+        raise UserError(
+            f"{path} has no async function; write the strategy as `async def f(rank): ...`, or as `def f() -> Plan: "
+            f"...`, or give a schedule as --pp N --schedule {path}"
+        )
+    what = ("function", "async functions")
+    function, program = find_member(module, path, function, what, _is_strategy)
+    name = name if name.endswith(f":{function}") else f"{path}:{function}"
+    if _returns_plan(program):
+        with reporting_errors_of(path):
+            plan = program()
+        if not isinstance(plan, Plan):
+            raise UserError(f"{function} in {path} returned {plan!r:.60}; return a Plan")
+        return entry_from_plan(plan, name)
     if not inspect.iscoroutinefunction(program):
         raise UserError(f"{function} in {path} is not a strategy; write it as `async def {function}(rank): ...`")
-    name = name if name.endswith(f":{function}") else f"{path}:{function}"
     mesh = getattr(module, f"{function}_mesh", data_parallel_mesh)
     return StrategyEntry(name, program, "as its program says", str(path), mesh)
+
+
+def _is_strategy(value: object) -> bool:
+    return inspect.iscoroutinefunction(value) or _returns_plan(value)
+
+
+def _returns_plan(value: object) -> bool:
+    """Return whether a value is a function whose annotation says that it returns a plan."""
+    return inspect.isfunction(value) and value.__annotations__.get("return") in (Plan, Plan.__name__)

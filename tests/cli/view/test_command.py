@@ -112,16 +112,18 @@ def test_a_job_is_shown_as_by_config(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_file_of_an_exercise_is_shown_as_it_is_graded(capsys: pytest.CaptureFixture[str]) -> None:
     CourseFolder.create(Path("course"))
-    for name in ("one_rank", "fsdp", "hsdp_once", "ring_attention"):
+    for name in ("one_rank", "buckets", "fsdp", "hsdp_once", "ring_attention"):
         entry, file = find(name), Path("course", f"{name}.py")
         file.write_text(entry.solution_text)
         found = shown([str(file)], capsys)
         goals = grade(entry.exercise, entry.solution).figures
         assert goals is not None
-        assert found["title"] == f"{file}:{name}"
+        assert found["title"] == (str(file) if entry.exercise.kind == "plan" else f"{file}:{name}")
         assert found["timelines"][0]["end"] == goals.time
         assert main(["simulate", str(file), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["end"] == goals.time
+    assert refused(["course/choose_plan.py"], capsys).endswith("add --model llama3-70b --cluster h100x64")
+    assert "does not fit on 4 ranks" in refused(["course/buckets.py", "--ranks", "4"], capsys)
     assert main(["view", "course/fsdp.py", "--ranks", "2", "--layers", "3"]) == 0
     assert "2 ranks, 3 layers, 4 microbatches" in capsys.readouterr().out
     Path("fsdp.py").write_text(find("fsdp").solution_text)

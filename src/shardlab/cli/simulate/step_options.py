@@ -170,6 +170,9 @@ class StepOptions:
 
         costs = costs_of(self.costs) if self.costs is not None else TEACHING_COSTS
         exercise = exercise_of(self.strategy)
+        if exercise is not None and exercise.cluster:
+            needs = f"add --model {exercise.model} --cluster {exercise.cluster}"
+            raise UserError(f"exercise {exercise.name} is about seconds on a cluster; {needs}")
         size = exercise.mesh.world if exercise is not None else None
         entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file], otherwise=size)
         if entry.plan is not None and (word := entry.plan(ranks).recompute_inside):
@@ -177,7 +180,7 @@ class StepOptions:
         layers, microbatches = entry.default_layers(ranks, at_least=1 if self.costs else 4), 4
         if exercise is not None:
             layers, microbatches = exercise.layers, exercise.microbatches
-            entry = entry.on_mesh(exercise.mesh) if ranks == size else entry
+            entry = entry.on_mesh(exercise.mesh) if ranks == size and entry.plan is None else entry
         if "layers" in request.model_fields:
             layers = request.model_fields["layers"]
             check_field("layers", layers, COUNT, None)
