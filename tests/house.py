@@ -22,7 +22,7 @@ CODE_LINES = {
     "draw": 1740,
     "execute": 3740,
     "frameworks": 3345,
-    "language": 4685,
+    "language": 4690,
     "learn": 5755,
     "measure": 2150,
     "models": 4530,

@@ -146,6 +146,8 @@ class Verify:
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         small = {"hidden_size": 32, "heads": 4, "seq_len": 16, "experts": max(4, 2 * ep)}
         model = self.model.make(layers, kind, written=file.sections.get("model"), **small)
+        if model.vocab_size == 1:
+            raise UserError("the loss of a vocabulary of one token is always 0; give --vocab-size 2 or more")
         job = Job(
             chosen.for_job(ranks),
             ranks,

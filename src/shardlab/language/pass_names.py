@@ -44,7 +44,8 @@ class OffloadTargets:
         OffloadTargets(parameters='', optimizer='host', gradients='', activations='disk')
 
         Raises:
-            UserError: for an unknown name or place, and for gradients on the disk, where they cannot be added.
+            UserError: for an unknown name or place, two places of one name, and for gradients on the disk, where they
+                cannot be added.
         """
         kept = [field.name for field in fields(cls)]
         found: dict[str, Place] = {}
@@ -56,6 +57,8 @@ class OffloadTargets:
                 raise unknown_name("thing to offload", name, kept)
             if place not in ("host", "disk"):
                 raise unknown_name("place to offload to", place, ("host", "disk"))
+            if name in found:
+                raise UserError(f"{name} is offloaded to two places; give one of them")
             found[name] = "host" if place == "host" else "disk"
         if found.get("gradients") == "disk":
             raise UserError("gradients=disk was given, but nothing is added up on the disk; give gradients=host")

@@ -175,6 +175,8 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         ("verify single --ranks 2", "runs on one device, but 2 ranks were asked for"),
         ("verify user.py:gone", "has no function 'gone'"),
         ("verify ddp --dropout -0.1", "dropout is -0.1"),
+        ("verify ddp --vocab-size 1", "the loss of a vocabulary of one token is always 0; give --vocab-size 2 or more"),
+        ("verify zero-1 --offload optimizer=host optimizer=disk", "optimizer is offloaded to two places; give one of"),
     ],
 )
 def test_what_cannot_be_run_is_one_sentence_before_any_rank_starts(
