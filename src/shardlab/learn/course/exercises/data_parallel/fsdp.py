@@ -104,7 +104,7 @@ EXERCISE = Exercise(
                 "        rank.weights[l, 'full'] = full\n        rank.activations[l + 1] = rank.forward",
             ),
             "too much memory.*gathered weights",
-            "whole weights stay until the backward pass, so each rank holds the whole model. How long is one used?",
+            "a whole weight stays after its last use, beside that of another layer. How long is each of them used?",
         ),
         Mistake(
             "the backward pass reuses a shard",

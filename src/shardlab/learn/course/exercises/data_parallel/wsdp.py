@@ -98,7 +98,7 @@ EXERCISE = Exercise(
                 "        rank.activations[l + 1]",
             ),
             "^too much memory.*gathered weights",
-            "the whole weights stay until the backward pass, so each rank holds the whole model. How long is one used?",
+            "a whole weight stays after its last use, beside that of another layer. How long is each of them used?",
         ),
         Mistake(
             "only the weights are in shards",

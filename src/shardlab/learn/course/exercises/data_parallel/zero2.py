@@ -99,7 +99,7 @@ EXERCISE = Exercise(
                 "        gradient = await rank.reduce_scatter(rank.grad_weights.pop(l))\n",
             ),
             "a rank holds 1,572,864",
-            "the sum over microbatches is whole, and most of it is for other ranks. When can it become a shard?",
+            "several gradients are whole at once, and most of each is for other ranks. When is each one reduced?",
         ),
         Mistake(
             "the shards of the microbatches are added at the end",
