@@ -238,7 +238,7 @@ def has_casts(checked: Checked) -> bool:
 
 
 def add_lossy_run(report: Report, verdict: Verdict) -> None:
-    """Add the errors of the run in float32, in which a program's casts are on."""
+    """Add to the report the errors of a second run, in float32 with the program's casts applied."""
     assert verdict.exact is not None
     assert verdict.one_device is not None
     report.fact("casts", "disabled in float64; the same in float32, with casts:")

@@ -195,10 +195,10 @@ class Tracer(ABC):
                 self._done_with(read)
 
     def cause_of(self, refusal: Refused) -> Refused:
-        """Return the refusal to report for a refused op.
+        """Return the error to report when an op is refused.
 
-        If the op lacks a part of a value because the result of a collective was not used, that collective is refused
-        instead; otherwise the result is `refusal` itself.
+        If the op lacks a part of a value because the result of a collective was not used, this is a refusal of that
+        collective; otherwise it is `refusal` itself.
         """
         kinds = _RESULTS.get(refusal.rule, ())
         before = self.ops[: refusal.op] if refusal.rank == self.index else ()

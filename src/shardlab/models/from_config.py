@@ -1,9 +1,9 @@
 """Models from the config.json of Hugging Face's transformers.
 
 `model_from_config` returns the model of a file or folder, and `config_notes` the fields that the model leaves out.
-`read_config` reads the fields with a `ConfigFamily`: its table of fields, and the values that Shardlab's models compute
-exactly. Every field that a model cannot express exactly becomes a difference. `shardlab.train.huggingface` exchanges
-weights of such models, and refuses differences.
+`read_config` reads the fields with the `ConfigFamily` of the model's type, which lists the fields and, for some fields,
+the only value that Shardlab's models support. Every field that a model cannot express exactly becomes a difference.
+`shardlab.train.huggingface` exchanges weights of such models, and refuses differences.
 
 Sources of the fields and their defaults: huggingface/transformers, src/transformers/models/*/configuration_*.py.
 """

@@ -116,8 +116,9 @@ class Place(Routing):
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(Routing):
-    """Copy of normalised features `x` to the experts' buffers `x` (experts, capacity, C), in the slots of their
-    tokens.
+    """Copy of each token's normalised features `x` to the token's slots in the experts' buffers.
+
+    The output, (experts, capacity, C), is called `x` too.
     """
 
     einsum: ClassVar[str] = "x(width) slots -> x(expert width)"

@@ -118,7 +118,7 @@ def _steps_of(block: Block, module: str) -> Iterator[int]:
 
 
 def _results(block: Block, name: str) -> Iterator[Made]:
-    """Yield the tensors to which MaxText gives a name (src/maxtext/layers/attentions.py, linears.py and moe.py)."""
+    """Yield a block's tensors that MaxText calls `name` (src/maxtext/layers/attentions.py, linears.py and moe.py)."""
     for step, each in enumerate(block):
         linear = each.name if isinstance(each, Linear | ExpertLinear) else ""
         if name == "qkv_proj" and isinstance(each, Attend):

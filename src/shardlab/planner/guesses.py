@@ -116,7 +116,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
     def reductions() -> float:
         """Return the seconds to reduce all gradients over each axis in turn.
 
-        An axis that shards leaves less for the next.
+        If the optimizer state is sharded over an axis, the next axis reduces only the slice that this one leaves.
         """
         bytes, seconds = weights * precision.bytes(Kind.GRAD_WEIGHT), 0.0
         for axis in ("dp_shard", "dp_replicate", "cp"):

@@ -183,7 +183,7 @@ def job_from_dict(record: Mapping[str, Any], folder: str | None = None) -> Job:
 
 
 def _with_paths_from_here(record: Mapping[str, Any], folder: str | None) -> Mapping[str, Any]:
-    """Return the record of a job in which the paths of strategy, schedule and model are valid in this folder."""
+    """Return the record of a job with the paths of its strategy, schedule and model converted from `folder` to here."""
 
     def from_here(name: Any) -> Any:
         return file_from_here(name, folder) if isinstance(name, str) else name

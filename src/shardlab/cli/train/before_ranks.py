@@ -1,4 +1,4 @@
-"""Checks before the ranks of a training start, and messages if they fail or are interrupted.
+"""Checks that are made before the ranks of a training run start, and messages for a run that fails or is interrupted.
 
 `checked_to_run` traces a strategy, applies its passes and checks it for a job. `failures_as_exit` is a context around
 the run of the ranks: it prints the error of a failed rank, records the end of the run in its folder, and exits.
@@ -128,7 +128,7 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
     If a rank fails, its traceback is printed last, and the exit status is 1. After an interrupt, it is 130.
 
     Args:
-        out: folder of a run that saves. The message describes its contents.
+        out: output folder of a training run, whose contents the messages describe (None: the run has none).
         exits: whether to exit the process. Otherwise `RankFailed` or `KeyboardInterrupt` is raised, for a caller in
             Python.
     """

@@ -240,7 +240,7 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of consecutive queries, each with the keys up to its last query; later keys are masked."""
+    """Yield, for each run of consecutive queries, the slice of them and of the keys not later than the last of them."""
     for start, stop in consecutive_runs(tokens):
         if seen := bisect_right(key_tokens, tokens[stop - 1]):
             yield slice(start, stop), slice(seen)

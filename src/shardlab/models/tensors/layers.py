@@ -151,7 +151,7 @@ class TensorLayer:
         return tensors
 
     def _packed(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Concatenate the tensors of each output along the features, in the dtype of the activation."""
+        """Return the layer's outputs. Tensors that share one are concatenated, in the dtype of the activation."""
         first = tensors[self.layer.outputs[0]]
         if self.layer.attend is not None:  # queries, and keys and values, are views of one tensor
             return first.clone(), *(tensors[name].clone() for name in self.layer.outputs[1:])

@@ -222,7 +222,8 @@ def timing_of(passes: Passes, orders: Orders, whole: Collection[int] = frozenset
     Args:
         passes: the problem's passes, as tables.
         orders: passes of each rank, in order.
-        whole: input halves of backward passes that are not split. Their gradient is sent only after the weight half.
+        whole: input halves of whole (unsplit) backward passes, whose gradient is sent only when the weight half has
+            ended, too.
     """
     duration, needs = passes.duration, passes.needs
     weight = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)

@@ -117,7 +117,7 @@ class Ordering:
         return [tape[at] for at in sorted(range(len(tape)), key=lambda at: (places[at], at))]
 
     def place(self, at: int) -> float:
-        """Return the position of an op after the requests so far to start it earlier; ops of a batch share one."""
+        """Return the position of an op, given the requests so far to start ops earlier. Ops of a batch share one."""
         return self._raised.get(at, self._places[at])
 
 

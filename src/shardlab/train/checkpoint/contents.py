@@ -189,7 +189,7 @@ PIECE_BYTES = 2**24
 
 
 class OutputTensor(NamedTuple):
-    """Tensor that is read in pieces while it is written.
+    """Tensor of a new file, which is read from its source piece by piece while the file is written.
 
     Attributes:
         name: its name in the new file.

@@ -306,7 +306,11 @@ class PieceBoundaries:
             self.documents.append(len(self.tokens) - 1)
 
     def split(self, validation: float) -> int:
-        """Return the index of the first validation token: where the share begins, or where a document nearby does."""
+        """Return the index of the first validation token.
+
+        The last `validation` (a share) of the tokens is for validation. It begins at the nearest start of a document
+        instead if that moves the start by at most half of the validation tokens.
+        """
         total = self.tokens[-1]
         cut = min(max(1, int(total * (1 - validation))), total - 1)
         ends = np.frombuffer(self.tokens, np.int64)[np.frombuffer(self.documents, np.int64)]

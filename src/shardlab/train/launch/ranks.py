@@ -109,10 +109,10 @@ def device_of(local_rank: int, local_ranks: int) -> torch.device:
 
 
 def pick_device(ranks: int = 1) -> torch.device:
-    """Return the device of this rank; without a launcher, that of the first of the `ranks` ranks to be started here.
+    """Return the device of this rank, or without a launcher, of the first of `ranks` ranks to be started here.
 
     Raises:
-        UserError: if a launcher has started more ranks on this host than it has GPUs.
+        UserError: if a launcher has started more ranks on this host than it has GPUs, and it has any.
     """
     environment = find_launch_environment(os.environ)
     if environment is None or environment.world == 1:
