@@ -149,6 +149,7 @@ def test_the_parts_of_a_step_add_up_and_a_sentence_says_which_differs_most(
         assert sum(row[side] for row in parts) == pytest.approx(step[side])
     report.show(json=False)
     said = " ".join(capsys.readouterr().out.split())
+    assert "speed above is the median over all steps but the first ones" in said
     assert re.search(r"The step took \d\.\d\d times the predicted time. The largest difference is [+-]\S+ ms of", said)
 
 

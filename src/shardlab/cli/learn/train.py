@@ -106,8 +106,8 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     what = "the numbers are those of one device" if verdict.ok else "the numbers are NOT those of one device"
     errors = f"float64, largest error of loss, gradients and weights {max(verdict.all):.1e}"
     report.fact("verified", f"{what} ({errors})", style="green" if verdict.ok else "red", verified=verdict.ok)
-    ops = Text(f"every op of every rank: {shell_command(f'compare {folder}')}", "dim")
-    report.draw(lambda console: console.print(ops, soft_wrap=True))
+    ops = f"every op of every rank, predicted if shardlab bench was run: {shell_command(f'compare {folder}')}"
+    report.draw(lambda console: console.print(Text(ops, "dim"), soft_wrap=True))
     report.data |= {"exercise": entry.name, "ranks": ranks, "folder": str(folder)}
     report.show(json=json)
     return 0 if verdict.ok else 1
@@ -245,8 +245,9 @@ def comparison_report(folder: Path) -> Report:
     report.line(_meaning(step, parts))
     note = (
         "A step is the time in which a rank computes, waits for communication, or is idle: means over the ranks, and "
-        f"over {counted(len(measured.steps), 'step')} without the fastest and the slowest quarter. Peak memory is that "
-        f"of the fullest rank. Predicted: a layer's forward pass takes {unit * 1e3:.3g} ms, as measured, and every "
+        f"over {counted(len(measured.steps), 'step')} whose ops are timed, without the fastest and the slowest quarter "
+        "(speed above is the median over all steps but the first ones). Peak memory is that of the fullest rank. "
+        f"Predicted: a layer's forward pass takes {unit * 1e3:.3g} ms, as measured, and every "
         "other op in proportion, as in the exercises."
     )
     report.line(note, "dim")
