@@ -127,6 +127,14 @@ def test_a_tied_model_is_evaluated_on_one_device(folder: Path, capsys: Captured)
             ["run", "--data", "short"],
             "short has no token to predict, since the first token of a document is not predicted",
         ),
+        (
+            ["run", "--data", "text", "--field", "body"],
+            "--field body is for JSON lines and Parquet, and text is text; leave it out",
+        ),
+        (
+            ["run", "--data", "prepared", "--format", "text"],
+            "--format and --field are for a file, and prepared is a prepared folder; leave them out",
+        ),
         (["run", "--data", "text", "--seq-len", "17"], "--seq-len 17 is more than the model's 16 positions"),
         (["run", "--data", "text", "--batches", "0"], "--batches: 0 is too few; give 1 or more"),
         (["run", "--data", "text", "--bathces", "2"], "there is no option --bathces; did you mean --batches?"),
@@ -136,6 +144,8 @@ def test_a_tied_model_is_evaluated_on_one_device(folder: Path, capsys: Captured)
     ],
 )
 def test_bad_input_is_one_sentence(folder: Path, capsys: Captured, arguments: list[str], said: str) -> None:
+    assert main(["data", "prepare", "text", "--format", "text", "--out", "prepared"]) == 0
+    capsys.readouterr()
     (folder / "bare").mkdir()
     (folder / "short").write_bytes(b"a")
     random_run(folder / "few", GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=65))

@@ -122,6 +122,8 @@ def read_eval_text(
     """
     if path.is_dir():
         prepared = PreparedFolder.open(path)
+        if format is not None or field != "text":
+            raise UserError(f"--format and --field are for a file, and {path} is a prepared folder; leave them out")
         saved = prepared.tokenizer()
         if tokenizer is not None and not same_tokens(saved, tokenizer):
             raise UserError(
@@ -132,6 +134,8 @@ def read_eval_text(
     else:
         assert tokenizer is not None, "a file's tokens are the model's"
         file = Input.guess(path, field) if format is None else Input.from_path(path, format, field)
+        if field != "text" and file.format not in ("jsonl", "parquet"):
+            raise UserError(f"--field {field} is for JSON lines and Parquet, and {path} is {file.format}; leave it out")
         text = _read_file(file, tokenizer, seq_len, at_most)
     if not len(text):
         raise UserError(
