@@ -164,7 +164,8 @@ class ExerciseGrade:
         """The result in one sentence."""
         if self.passed:
             return "Passed."
-        return f"{'Wrong: ' if self.stage == 'refused' else 'Correct, but '}{self.finding}"
+        right = "The gradients are right" if "can hang" in self.finding else "Correct"
+        return f"{'Wrong: ' if self.stage == 'refused' else f'{right}, but '}{self.finding}"
 
     @property
     def verdict(self) -> str:
