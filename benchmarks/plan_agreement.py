@@ -9,7 +9,7 @@ plans alike. A plan's time is the median over the rounds. After the first rounds
 fastest continue, until the time of the case is over. The loss of a choice is how much longer its step takes than that
 of the fastest plan. It is reported for the plan that is predicted fastest, and for the plan that
 `shardlab train --plan auto` chooses after it measured the plans that may be faster. Each case is printed when it ends,
-also before Ctrl-C. Nothing else may run on the machine. Everything takes about six minutes.
+also before Ctrl-C. Nothing else may run on the machine. Everything takes about seven minutes.
 """
 
 # pyright: reportUnknownMemberType=false
