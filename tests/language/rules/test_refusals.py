@@ -121,7 +121,7 @@ SENTENCES = {
         "pieces that do not overlap."
     ),
     ("collectives", "all_gather, whole already"): (
-        "all_gather(weights[1]): weights[1] is whole on these ranks already, so slice 0 of 1 would come from rank 1 "
+        "all_gather(weights[1]): weights[1] is whole on these ranks already, so all of it would come from rank 1 "
         "and from an earlier rank as well; use it without this gather, or gather the shard: keep it under a key of "
         "its own."
     ),

@@ -344,8 +344,8 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
             raise Refused("other sums", op, given, "reduce before gathering")
         twice, of = united & spec.form.holds
         if twice:
-            given = f"{numbered('slice', twice)} of {of} would come from {name} and from {_earlier(name)} as well"
-            remedy = NO_OVERLAP
+            what = "all of it" if first.form.holds.complete else f"{numbered('slice', twice)} of {of}"
+            given, remedy = f"{what} would come from {name} and from {_earlier(name)} as well", NO_OVERLAP
             if first.form.holds.complete:
                 given = f"{first} is whole on these ranks already, so {given}"
                 remedy = "use it without this gather, or gather the shard: keep it under a key of its own"

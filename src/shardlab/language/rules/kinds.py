@@ -326,8 +326,8 @@ class Holds(NamedTuple):
 
     @property
     def slices_text(self) -> str:
-        """This set in words, such as `slices 0-1 of 4`."""
-        return f"{plural('slice', self.pieces)} {self}"
+        """This set in words, such as `slices 0-1 of 4` or `all of the layer`."""
+        return "all of the layer" if self.complete else f"{plural('slice', self.pieces)} {self}"
 
     def __str__(self) -> str:
         return f"{listed(bits(self.mask))} of {self.of}"

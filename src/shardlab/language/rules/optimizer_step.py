@@ -253,8 +253,7 @@ def _want_finished(
     for what, spec in (("gradient", gradient), *((what, spec) for what, spec, _ in states[:-1])):
         if spec.form.holds != held and not spec.form.holds.contains(held):
             theirs, mine = in_equal_pieces(spec.form.holds, held)
-            state = "all of the layer" if held.complete else held.slices_text
-            given = f"the {what} holds {spec.form.holds.slices_text}, but the optimizer state holds {state}"
+            given = f"the {what} holds {spec.form.holds.slices_text}, but the optimizer state holds {held.slices_text}"
             remedy = f"give a {what} that contains every slice that is updated"
             raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
 

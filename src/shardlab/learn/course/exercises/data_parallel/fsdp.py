@@ -129,7 +129,7 @@ EXERCISE = Exercise(
                 "        rank.weights[l] = await rank.all_gather(rank.weights[l])\n"
                 "        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])\n",
             ),
-            "all_gather.*slice 0 of 1 would come from",
+            "all_gather.*all of it would come from",
             "the whole weight took the shard's place in the store. What does the backward pass gather then?",
         ),
         Mistake(

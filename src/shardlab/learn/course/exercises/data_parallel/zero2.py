@@ -130,6 +130,17 @@ EXERCISE = Exercise(
             "the shards are sums over all ranks already. What would a second reduction add up?",
         ),
         Mistake(
+            "a whole gradient is added to a shard",
+            (
+                "rank.accumulate(await rank.reduce_scatter(grad_weight))",
+                "rank.accumulate(grad_weight)\n"
+                "            rank.grad_weights[l] = await rank.reduce_scatter(rank.grad_weights.pop(l))",
+            ),
+            r"add\(.*all of the layer",
+            "the gradient of the first microbatch is a shard already, and that of the second is whole. Is each one "
+            "reduced before it is added?",
+        ),
+        Mistake(
             "a shard replaces the sum",
             (
                 "rank.accumulate(await rank.reduce_scatter(grad_weight))",
