@@ -209,10 +209,16 @@ def test_options_of_a_step_are_refused_with_a_run_or_a_trace(folder: Path, capsy
     (folder / "run").mkdir()
     written(folder / "run")
     assert "run is a run, which has its own step; leave out --ranks" in refused(["run", "--ranks", "2"], capsys)
-    assert "leave out a plan" in refused(["run", "--pp", "2"], capsys)
+    assert "leave out --pp" in refused(["run", "--pp", "2"], capsys)
+    assert "leave out --hidden-size" in refused(["run", "--hidden-size", "32"], capsys)
     assert main(["simulate", "ddp", "--trace", "trace.json"]) == 0
     capsys.readouterr()
     assert "trace.json is a trace, which has its own step" in refused(["trace.json", "--cluster", "h100x2"], capsys)
+
+
+def test_force_needs_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--force replaces a page, but none is written with --json" in refused(["ddp", "--json", "--force"], capsys)
+    assert "leave out --out, --json and --force" in refused(["ddp", "--edit", "--force"], capsys)
 
 
 def test_a_wrong_program_is_refused_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shardlab.cli.compare import traced_run
 from shardlab.cli.console import print_path
-from shardlab.cli.options import Flag, NewFile, check_new_file, writing
+from shardlab.cli.options import Flag, NewFile, check_new_file, option_values, writing
 from shardlab.cli.simulate.command import sizes_text
 from shardlab.cli.simulate.step_options import StepOptions
 from shardlab.cli.step_request import StepRequest
@@ -105,6 +105,8 @@ class View(StepOptions):
         if self.edit:
             return self._edit()
         out = self.out or (None if self.json else DEFAULT_PAGE)
+        if self.force and out is None:
+            raise UserError("--force replaces a page, but none is written with --json; give --out, or leave it out")
         check_new_file("--out", out, DEFAULT_PAGE.name, force=self.force)
         shown = self._contents()
         if out is not None:
@@ -124,8 +126,8 @@ class View(StepOptions):
         return 0
 
     def _edit(self) -> int:
-        if self.out is not None or self.json:
-            raise UserError("--edit writes no page and prints no figures; leave out --out and --json")
+        if self.out is not None or self.json or self.force:
+            raise UserError("--edit writes no page and prints no figures; leave out --out, --json and --force")
         from shardlab.cli.view.edit import EditServer
         from shardlab.cli.view.editing import editor_of
 
@@ -232,11 +234,10 @@ class View(StepOptions):
 
     def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
         """Refuse options of a step, except those in `but`, for a run or a trace, which already determines its step."""
-        kept = {"strategy", "out", "force", "json", *but}
-        for each in fields(self):
-            if each.name not in kept and getattr(self, each.name) != each.default:
-                flag = "a plan" if each.name == "layout" else f"--{each.name.replace('_', '-')}"
-                raise UserError(f"{what}, which has its own step; leave out {flag}")
+        defaults = option_values(View())
+        for name, value in option_values(self).items():
+            if name not in {"strategy", "out", "force", "json", *but} and value != defaults[name]:
+                raise UserError(f"{what}, which has its own step; leave out --{name.replace('_', '-')}")
 
 
 def _contents_of_step(step: Step) -> PageContents:
