@@ -201,6 +201,13 @@ def test_a_misspelt_verb_gets_no_advice_of_a_mistake(entry: CourseEntry, tmp_pat
     assert not result.advice
 
 
+def test_a_variable_that_one_rank_sets_gets_advice_on_collectives(tmp_path: Path) -> None:
+    text = DDP.solution_text.replace("gradient = await", "if rank.index == 0:\n            gradient = await")
+    result = grade_text(DDP, text, tmp_path)
+    assert "UnboundLocalError" in result.finding
+    assert result.advice.startswith("all ranks run this program, and a collective must be called by each of them.")
+
+
 def test_a_missing_slice_is_not_taken_for_a_microbatch(tmp_path: Path) -> None:
     """The key is of a layer and a slice, and the layer's gradient of the microbatch with that number was freed."""
     text = find("ring_all_reduce").solution_text.replace("range(n - 1)", "range(n)", 1)

@@ -91,6 +91,12 @@ ADVICE_OF_STEPS: dict[str, str] = {
 }
 """Advice for refusals by rules about the step, if they match no mistake of the exercise."""
 
+SOME_RANKS = (
+    "all ranks run this program, and a collective must be called by each of them. Does an `if` on the rank's number "
+    "keep some ranks from a line that sets this variable?"
+)
+"""Advice for a variable that a rank has not set."""
+
 
 class Figures(NamedTuple):
     """Figures of a correct solution.
@@ -454,6 +460,8 @@ def _general_advice(result: ExerciseGrade) -> str:
     """Return advice for a refusal or a missed goal that matches no mistake of the exercise ("": there is none)."""
     if result.rule in ADVICE_OF_STEPS:
         return ADVICE_OF_STEPS[result.rule]
+    if "UnboundLocalError" in result.finding and result.exercise.mesh.world > 1:
+        return SOME_RANKS
     if result.stage != "goals" or result.checked is None or result.timeline is None:
         return ""
     exercise, checked = result.exercise, result.checked
