@@ -23,6 +23,10 @@ All ranks run this one function. New here:
 A verb that communicates starts at once and returns a handle; `await` waits for its
 result. Gradients are already shares of the batch's mean: sum them, never average them.
 
+The number of layers differs from exercise to exercise; `len(rank.layers)` is 2 here.
+From here on, goals leave room for `rank.grad_activations[0]`, unless a loop over
+microbatches deletes it.
+
 The start below is correct, but each rank computes the whole batch, as if it were
 alone.
 """

@@ -16,8 +16,8 @@ The price: a gradient is sent for every microbatch instead of once. The goal for
 elements sent shows it: with two microbatches, gradients are sent twice instead of once.
 With one microbatch, ZeRO-2 sends as much as ZeRO-1.
 
-New here: nothing. `rank.share()` gives each rank two microbatches; `rank.accumulate`
-adds shards as it adds whole gradients.
+New here: nothing. `rank.share()` gives each rank two of the eight microbatches;
+`rank.accumulate` adds shards as it adds whole gradients.
 """
 
 from fractions import Fraction
