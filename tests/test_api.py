@@ -209,6 +209,8 @@ def test_the_text_of_a_chosen_plan_is_the_report_of_the_command(tmp_path: Path) 
     assert any(line.startswith("step time") for line in lines)
     assert chosen._repr_html_().startswith("<pre>plan of gpt2-xl on a100x8")
     chosen.save(tmp_path / "plan.toml")
+    with pytest.raises(UserError, match=r"path is 3; give a file, such as plan\.toml"):
+        chosen.save(cast(Any, 3))
     saved = tomllib.loads((tmp_path / "plan.toml").read_text())
     assert saved["plan"] == chosen.plan.as_dict()
     assert (saved["model"]["model"], saved["cluster"]["cluster"]) == ("gpt2-xl", "a100x8")
@@ -348,6 +350,7 @@ def test_a_store_has_neither_title_nor_colours() -> None:
         ),
         (lambda: shardlab.verify(cast(Any, 3)), "strategy is 3; give a name"),
         (lambda: shardlab.draw("zb-h1", color_by=cast(Any, "layers")), "no color_by 'layers'; did you mean layer"),
+        (lambda: shardlab.draw("zb-h1", title=cast(Any, [])), r"title is \[\]; give a word in quotes"),
         (lambda: cast(Any, shardlab.draw)("gpipe", color="layer"), "no argument 'color'; did you mean color_by"),
         (
             lambda: shardlab.draw("gpipe", "out.png"),
@@ -374,6 +377,12 @@ def test_a_store_has_neither_title_nor_colours() -> None:
                 ("recipe", False, "recipe is False; give a name such as torchtitan, or a file"),
                 ("recipe", "", "recipe is ''; give a name such as torchtitan, or a file"),
                 ("switches", [], r"switches is \[\]; give options by name, such as {\"attention\": \"flash2\"}"),
+                (
+                    "switches",
+                    {"attention": ["flash2"]},
+                    r"switches is {'attention': \['flash2'\]}; give options by name",
+                ),
+                ("switches", {3: "flash2"}, "switches is {3: 'flash2'}; give options by name"),
                 ("memory", 2**30, "memory is 1073741824; give bytes with their unit"),
                 ("optimizer", "AdamW", "optimizer is 'AdamW'; give one of adamw, sgd, lion, muon"),
                 ("optimizer", None, "optimizer is None; give one of adamw"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from shardlab.common.calls import public, refuse_argument
 from shardlab.common.errors import unknown_name
-from shardlab.common.fields import SWITCH, check_field, choice
+from shardlab.common.fields import SWITCH, WORD, check_field, choice
 from shardlab.common.text import bytes_text, seconds_text
 from shardlab.common.user_code import short_paths, trace_limits
 from shardlab.language import Mesh, Program, Sizes, Store, Strategy, UserError, Value
@@ -258,6 +258,8 @@ def predict(
     for name, (value, kind, instead) in accepted.items():
         if not isinstance(value, kind) or value == "" or isinstance(value, bool):
             refuse_argument(name, value, instead)
+    if any(not isinstance(word, str) for pair in (switches or {}).items() for word in pair):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse_argument("switches", switches, accepted["switches"][-1])
     check_field("optimizer", optimizer, choice(Optimizer), "adamw")
     check_field("as_if", as_if, SWITCH, False)
     request = StepRequest(
@@ -311,6 +313,8 @@ class ChosenPlan:
         """Write the plan with its model, cluster and batch into a job file, which the commands accept as --config."""
         from shardlab.cli.options import writing
 
+        if not isinstance(path, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse_argument("path", path, "a file, such as plan.toml")
         with writing("save", Path(path)):
             Path(path).write_text(self.command.job_text(self.choice), encoding="utf-8")
 
@@ -484,6 +488,7 @@ def draw(
     from shardlab.draw import timeline_svg
     from shardlab.simulate.timeline import Timeline
 
+    check_field("title", title, WORD, None)
     if color_by not in get_args(ColorBy):
         raise unknown_name("color_by", color_by, get_args(ColorBy))
     if path is not None and not str(path).endswith(".svg"):
