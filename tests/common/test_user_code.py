@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from shardlab.common import user_code
-from shardlab.common.user_code import SourceLine, Stalled, Stoppable, run_stoppable, trace_limits, user_line_of
+from shardlab.common.errors import UserError
+from shardlab.common.user_code import (
+    SourceLine,
+    Stalled,
+    Stoppable,
+    load_module,
+    run_stoppable,
+    trace_limits,
+    user_line_of,
+)
 from shardlab.language import Rank, trace
 from shardlab.learn.puzzles import Model, PuzzleRefused
 from shardlab.strategies.ddp import ddp
@@ -202,3 +211,17 @@ def test_a_stopped_program_does_not_continue() -> None:
     before = turns[0]
     time.sleep(0.1)
     assert turns[0] == before > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("async def f(rank: Rank): ...\n", r"f\.py:1 cannot be run: NameError: name 'Rank' is not defined"),
+        ("def f(rank):\n    await rank\n", r"f\.py:2 .*'await' outside async function; write `async def`$"),
+    ],
+)
+def test_a_file_runs_as_python_runs_it(text: str, sentence: str, tmp_path: Path) -> None:
+    """Annotations are evaluated, although the module that compiles the file postpones its own."""
+    (tmp_path / "f.py").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        load_module(tmp_path / "f.py")

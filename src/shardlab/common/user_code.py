@@ -95,7 +95,7 @@ def load_module(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)  # the file may import its neighbours
     with reporting_errors_of(path):
-        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     return module
 
 
@@ -118,7 +118,8 @@ def reporting_errors_of(path: Path) -> Generator[None]:
         if isinstance(error, UserError):
             raise UserError(f"{place}: {error}") from error
         what = error.msg if isinstance(error, SyntaxError) else ""  # without the line, which is in `place`
-        raise UserError(f"{place} cannot be run: {error_text(error, what)}") from error
+        remedy = "; write `async def`" if "outside async function" in what else ""
+        raise UserError(f"{place} cannot be run: {error_text(error, what)}{remedy}") from error
 
 
 _PATHS = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
