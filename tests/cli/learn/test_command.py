@@ -124,8 +124,9 @@ def test_a_reset_exercise_is_not_passed_any_more(course: Path, capsys: Captured)
     capsys.readouterr()
     assert main(["learn", "reset", "one_rank"]) == 0
     said = capsys.readouterr().out
-    assert said == "one_rank.py is as it was at the start, and not passed any more; your file is now one_rank.py.1\n"
-    assert CourseFolder.open(Path()).passed == []
+    state = "as it was at the start, not passed any more, and the current exercise"
+    assert said == f"one_rank.py is {state}; your file is now one_rank.py.1\n"
+    assert (CourseFolder.open(Path()).passed, CourseFolder.open(Path()).current) == ([], "one_rank")
 
 
 def test_notebooks_are_written_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

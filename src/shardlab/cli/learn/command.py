@@ -141,7 +141,7 @@ class Reset:
         entry = folder.find(self.exercise)
         was_passed, copy = entry.name in folder.passed, folder.reset(entry)
         file = f"{folder.file(entry)}{'' if name else ', the current exercise,'}"
-        done = f"{file} is as it was at the start{', and not passed any more' * was_passed}"
+        done = f"{file} is as it was at the start{', not passed any more, and the current exercise' * was_passed}"
         kept = f"; your file is now {copy}" if copy else ""
         print_line(stdout_console(), Text(f"{done}{kept}"))
         return 0

@@ -147,7 +147,7 @@ class CourseFolder:
         return number
 
     def reset(self, entry: CourseEntry) -> Path | None:
-        """Write the start of an exercise again. It then counts as not passed.
+        """Write the start of an exercise again. If it was passed, it is not any more, and becomes the current one.
 
         Returns:
             The copy of the student's file, in the same folder; None if there was nothing to copy.
@@ -157,7 +157,9 @@ class CourseFolder:
             numbers = range(1, 1 + len(list(file.parent.glob(f"{entry.name}.py.*"))) + 1)
             copy = next(each for n in numbers if not (each := file.with_name(f"{file.name}.{n}")).exists())
             file.rename(copy)
-        self.passed = [name for name in self.passed if name != entry.name]
+        if entry.name in self.passed:
+            self.passed.remove(entry.name)
+            self.current = entry.name
         self._write_start(entry)
         self.save()
         return copy
