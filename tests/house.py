@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 390,
     "check": 2280,
-    "cli": 8330,
+    "cli": 8335,
     "common": 995,
     "draw": 1740,
     "execute": 3740,

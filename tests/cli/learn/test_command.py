@@ -200,6 +200,7 @@ def test_a_save_is_graded_and_the_next_exercise_follows(
         lambda: Path("one_rank.py").write_text("async def one_rank(:"),
         lambda: Path("one_rank.py").unlink(),
         lambda: None,
+        lambda: None,
         lambda: solve("one_rank"),
         lambda: solve("grad_accum"),
     ]
@@ -213,10 +214,19 @@ def test_a_save_is_graded_and_the_next_exercise_follows(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert main(["learn"]) == 0
     said = capsys.readouterr().out
-    order = ["activations[2]", "SyntaxError", "Passed.", "the next save of grad_accum.py", "Passed.", "ddp.py"]
+    order = [
+        "activations[2]",
+        "SyntaxError",
+        "one_rank.py is gone",
+        "Passed.",
+        "the next save of grad_accum.py",
+        "Passed.",
+        "ddp.py",
+    ]
     at = 0
     for words in order:
         at = said.index(words, at) + 1
+    assert said.count("is gone") == 1
 
 
 def test_a_cell_of_a_notebook_is_graded_once(

@@ -41,6 +41,9 @@ PassedName = Annotated[
 POLL_SECONDS = 0.3
 """Interval in seconds at which the watched file is checked for changes."""
 
+POLLS_UNTIL_MISSING = 2
+"""Number of checks without the watched file after which it is reported. An editor may replace it, in a moment."""
+
 
 @dataclass(frozen=True)
 class Init:
@@ -100,7 +103,11 @@ class Watch:
                 file = folder.file(entry, self.exercise)
                 console.print()
                 console.print(Text(f"waiting for the next save of {file} (Ctrl-C ends)", "dim"))
-                while _stamp(file) in (stamp, None):
+                missing = 0
+                while (now := _stamp(file)) in (stamp, None):
+                    missing = missing + 1 if now is None else 0
+                    if missing == POLLS_UNTIL_MISSING:
+                        console.print(f"{file} is gone; for its start again: shardlab learn reset {entry.name}")
                     time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             return 0
