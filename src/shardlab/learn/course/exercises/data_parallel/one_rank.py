@@ -86,6 +86,12 @@ EXERCISE = Exercise(
     ),
     mistakes=(
         Mistake(
+            "the loss is left out",
+            ("rank.loss(rank.activations.pop(last))", "rank.activations.pop(last)"),
+            r"grad_activations\[2\] was given activations\[2\]",
+            "the first backward pass reads a gradient of the output. Which verb makes it from the output?",
+        ),
+        Mistake(
             "the output stays after the loss",
             ("rank.loss(rank.activations.pop(last))", "rank.loss(rank.activations[last])"),
             r"^activations\[2\] stays",
