@@ -26,7 +26,7 @@ CODE_LINES = {
     "learn": 5780,
     "measure": 2150,
     "models": 4530,
-    "planner": 4080,
+    "planner": 4085,
     "simulate": 7420,
     "strategies": 2740,
     "train": 8955,

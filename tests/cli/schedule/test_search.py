@@ -77,6 +77,7 @@ REFUSED = {
     "--force": "--force replaces the file of --csv; give it, or leave --force out",
     "--model gpt2": "give both --model and --cluster",
     "--model gpt2 --cluster a100x2 --pp 2 --limit 3": "--limit is for costs that are given",
+    "--model gpt2 --cluster a100x2 --pp 2 --memory 0.1GiB": "GiB for one microbatch, and has 0 KiB for tensors",
     "--model gpt2 --cluster a100x2": "a schedule is for a pipeline; give --pp 2 or more",
     "--seconds 0": "--seconds is 0; give a number above 0",
     "--exact -1": "--exact is -1; give a number of seconds above 0",

@@ -16,8 +16,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardlab.common.errors import UserError
+from shardlab.common.text import bytes_text, memory_text
 from shardlab.language import Op, OpKind
-from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem, StageCosts
+from shardlab.planner.schedule_search.problem import (
+    LimitTooLowError,
+    Objective,
+    Placement,
+    ScheduleProblem,
+    StageCosts,
+)
 from shardlab.planner.schedule_search.search import FoundSchedule, Published, published_schedule
 from shardlab.planner.schedule_search.timing import Orders
 from shardlab.simulate.predict.estimate import Estimate
@@ -195,8 +202,10 @@ def problem_of(
         costs, limits = tuple(stage.costs for stage in each.stages), tuple(budget - beside for beside in each.beside)
         try:
             problem = ScheduleProblem(plan.mesh.pp, microbatches, costs, each.message, limits, placement, objective)
-        except UserError as error:  # not even one microbatch fits
-            refusal = error
+        except LimitTooLowError as error:
+            needs, has = bytes_text(each.beside[error.rank] + error.least), memory_text(max(0, budget))
+            given = f"rank {error.rank} needs {needs} for one microbatch, and has {has} for tensors"
+            refusal = UserError(f"{given}; give more --memory or --pp")
         else:
             problems.append(problem)
     if refusal is not None and not problems:

@@ -56,6 +56,19 @@ class StageCosts:
         return self.forward + self.input + self.weight
 
 
+class LimitTooLowError(UserError):
+    """Error of a memory limit below the activations of one microbatch.
+
+    Attributes:
+        rank, least: the rank, and the memory that one microbatch takes there.
+    """
+
+    def __init__(self, rank: int, limit: float, least: float) -> None:
+        self.rank, self.least = rank, least
+        what = f"a memory limit of {limit:g} is below {least:g}, which one microbatch takes on rank {rank}"
+        super().__init__(f"{what}; raise the limit, or take more ranks")
+
+
 @dataclass(frozen=True)
 class ScheduleProblem:
     """Pipeline for which a schedule is searched.
@@ -97,10 +110,7 @@ class ScheduleProblem:
             raise UserError(f"{len(self.limits)} memory limits are given for {self.ranks} ranks; give one for each")
         for rank, (limit, least) in enumerate(zip(self.limits, self.minimum_memory, strict=True)):
             if math.isnan(limit) or limit < least * (1 - TOLERANCE):
-                raise UserError(
-                    f"a memory limit of {limit:g} is below {least:g}, which one microbatch takes on rank {rank}; "
-                    "raise the limit, or take more ranks"
-                )
+                raise LimitTooLowError(rank, limit, least)
 
     @cached_property
     def ranks_of_stages(self) -> tuple[int, ...]:
