@@ -233,10 +233,10 @@ def test_ops_that_no_sign_shows_are_counted() -> None:
     assert row == "FFFfFFFFFF.........."
     assert hidden_ops(events, Segment(0, 20.0), row) == {OpKind.UPDATE: 1, OpKind.RECV: 1}, "the small letter sends"
     assert hidden_ops(events, Segment(10, 20), row[10:]) == {OpKind.RECV: 1}
-    assert "Too short for a sign: all-reduce (4), update (4), send (1), reduce-scatter (1), recv (1)." in " ".join(
+    assert "Without a sign above: all-reduce (4), update (4), send (1), reduce-scatter (1), recv (1)." in " ".join(
         printed(TWO_STAGES).split()
     )
-    assert "Too short" not in printed(timeline_of("1f1b", 64)), "only parts of the step are shown"
+    assert "Without a sign" not in printed(timeline_of("1f1b", 64)), "only parts of the step are shown"
 
 
 TWO_STAGES = simulate(check(Plan(Mesh(pp=2, dp_shard=2), schedule="zb-h1", shard_optimizer=("dp_shard",))))

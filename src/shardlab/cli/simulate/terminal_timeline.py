@@ -128,7 +128,7 @@ def print_timeline(console: Console, timeline: Timeline, columns: Sequence[tuple
         notes.append(f"Of {counted(len(ranks), 'row')} one in {every} is shown.")
     if is_whole and hidden:
         notes.append(
-            f"Too short for a sign: {', '.join(f'{kind.row.hyphenated} ({n:,})' for kind, n in hidden.most_common())}."
+            f"Without a sign above: {', '.join(f'{kind.row.hyphenated} ({n:,})' for kind, n in hidden.most_common())}."
         )
     if notes:
         console.print(" ".join(notes), style="dim")
