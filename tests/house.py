@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
     "": 390,
-    "check": 2280,
+    "check": 2285,
     "cli": 8335,
     "common": 995,
     "draw": 1740,

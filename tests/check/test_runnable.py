@@ -406,12 +406,12 @@ SENTENCES = {
     ),
     "nothing to wait for": "rank 0, op 11 wait(handle 9): handle 9 is not in flight; wait for each communication once.",
     "never updated": (
-        "rank 0, op 0 load_weight(layer 0): weights[0] is loaded here and never updated, so the step ends without "
-        "weights[0] (step 1); update every slice that is loaded, once."
+        "rank 0, op 0 load_weight(layer 0): weights[0] is loaded here and never updated; "
+        "update every slice that is loaded, once."
     ),
     "not kept": (
-        "rank 0, op 10 update(layer 0): the step ends without weights[0] (step 1), which is made here and not kept; "
-        "keep it in its store."
+        "rank 0, op 10 update(layer 0): the step ends without the updated weights[0], which is made here and not "
+        "kept; keep it in its store."
     ),
     "no forward, on a tape": (
         "rank 0, op 6 backward(layer 0): value 0 is not the value that the layer saved in this activation's forward; "

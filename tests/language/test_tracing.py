@@ -191,7 +191,9 @@ def test_an_updated_slice_that_no_store_keeps_is_refused_where_it_is_made(stored
 
     lost = {"weights": "opt_states", "opt_states": "weights"}[stored]
     program = trace(strategy, 1, 1, 1)
-    with pytest.raises(Refused, match=rf"the step ends without {lost}\[0\] .*made here and not kept; keep") as refusal:
+    with pytest.raises(
+        Refused, match=rf"the step ends without the updated {lost}\[0\], which is made here and not kept; keep"
+    ) as refusal:
         check(program)
     assert refusal.value.op is not None
     assert program.tapes[0][refusal.value.op].kind is OpKind.UPDATE

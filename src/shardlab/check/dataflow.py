@@ -171,7 +171,7 @@ def check_rank_ending(state: RankState) -> None:
             given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
             state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
         if final not in left:
-            lacking = f"the step ends without {final}"
+            lacking = f"the step ends without the updated {_without_step(final)}"
             if final in state.specs.values():
                 made = max(number for number, spec in state.specs.items() if spec == final)
                 here = next(at for at, op in enumerate(state.ops) if made in op.outputs)
@@ -179,8 +179,9 @@ def check_rank_ending(state: RankState) -> None:
             of_layer = (spec for spec in state.specs.values() if (spec.kind, spec.layer) == (kind, layer))
             if part := next((spec for spec in of_layer if spec.step == final.step), None):
                 remedy = "gather the slices of all ranks, or load this one only"
-                state.refuse("not kept", f"{lacking}, of which only {part} was made", remedy, loaded)
-            given = f"{state.specs[state.ops[loaded].outputs[0]]} is loaded here and never updated, so {lacking}"
+                given = f"{lacking}, of which only {_without_step(part)} was made"
+                state.refuse("not kept", given, remedy, loaded)
+            given = f"{state.specs[state.ops[loaded].outputs[0]]} is loaded here and never updated"
             state.refuse("never updated", given, "update every slice that is loaded, once", loaded)
     end = len(state.ops)
     for number, spec in state.live.items():
@@ -191,6 +192,11 @@ def check_rank_ending(state: RankState) -> None:
             given = f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once"
             state.refuse("left over", given, "free one of them", end)
         left.remove(spec)
+
+
+def _without_step(spec: Spec) -> str:
+    """Return an updated value as text, without the number of its updates."""
+    return str(spec._replace(form=spec.form.but(step=0)))
 
 
 def check_coverage(states: Sequence[RankState], layers: int) -> None:

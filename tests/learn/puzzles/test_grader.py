@@ -256,7 +256,7 @@ async def waiting_in_a_ring(rank: Rank) -> None:
     ("strategy", "line", "sentence"),
     [
         (without_reducing_of_native, "rank.update(", "microbatches 1-3 are missing from"),
-        (without_updating, "rank.load_weights(", "the step ends without weights[0] (step 1)"),
+        (without_updating, "rank.load_weights(", "weights[0] is loaded here and never updated"),
         (waiting_in_a_ring, "rank.recv(", "deadlock: rank 0 waits in recv"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -127,7 +127,7 @@ EXERCISE = Exercise(
                 "    for l in rank.layers:\n        rank.weights[l], rank.opt_states[l] = rank.update(",
                 "    for l in rank.layers[1:]:\n        rank.weights[l], rank.opt_states[l] = rank.update(",
             ),
-            r"ends without weights\[0\]",
+            r"weights\[0\] is loaded here and never updated",
             "every layer takes its step exactly once. Which layer does the last loop leave out?",
         ),
     ),

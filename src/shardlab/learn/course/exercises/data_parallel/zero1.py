@@ -100,7 +100,7 @@ EXERCISE = Exercise(
         Mistake(
             "the new slices are not gathered",
             ("rank.weights[l] = await rank.all_gather(mine)", "rank.weights[l] = mine"),
-            r"ends without weights\[0\]",
+            r"ends without the updated weights\[0\]",
             "the step loaded whole weights, so it must end with whole weights. Who has the other slices?",
         ),
         Mistake(

@@ -58,7 +58,7 @@ EXERCISE = Exercise(
                 ("    for l in rank.layers:\n        rank.weights[l] = await rank.all_gather(new[l])\n"),
                 ("    for l in rank.layers[:-1]:\n        rank.weights[l] = await rank.all_gather(new[l])\n"),
             ),
-            r"ends without weights",
+            r"ends without the updated weights",
             "which layers have their new weight on every rank when the step ends?",
         ),
     ),
