@@ -118,6 +118,11 @@ def test_a_harmed_manifest_is_named(run: Path, capsys: Captured) -> None:
         ("--resume {run} --steps 9 --optimizer lion", "--optimizer: adamw before, lion now"),
         ("--resume {run} --steps 9 --microbatches 8", "sequences of the first 5 steps: 40 before, 80 now"),
         ("--resume {run} --steps 9 --data {run}/run.json --seq-len 4", "--seq-len: 8 before, 4 now"),
+        ("--resume {run} --steps 9 --momentum 0.9", "--momentum has no effect with --optimizer adamw; leave it out"),
+        (
+            "--resume {run} --steps 9 --profile-steps 3:5",
+            "--profile-steps 3:5 has no effect, because the run continues",
+        ),
         ("--resume {run} --steps 20 --trace", "--trace records the first steps of a run, which are already done"),
         ("--out {run}", "--out {run} exists; name a new folder"),
     ],

@@ -251,6 +251,22 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("", "--trace --no-trace", "both --trace and --no-trace were given; give one of them"),
         ("", "--tied --untied", "both --tied and --untied were given; give one of them"),
         ("", "--warmup-steps 300", "warmup_steps is 300, but the learning rate's schedule has 200 steps"),
+        (
+            "",
+            "--optimizer sgd --betas 0.9 0.95",
+            "--betas has no effect with --optimizer sgd; leave it out, or give --optimizer adamw, lion or muon\n",
+        ),
+        (
+            "",
+            "--momentum 0.95",
+            "--momentum has no effect with --optimizer adamw; leave it out, or give --optimizer sgd",
+        ),
+        ("[optimizer]\noptimizer = 'lion'", "--eps 1e-6", "--eps has no effect with --optimizer lion; leave it out"),
+        (
+            "",
+            "--learning-rate-schedule constant --min-learning-rate-ratio 0.1",
+            "--min-learning-rate-ratio has no effect with --learning-rate-schedule constant; leave it out, or give",
+        ),
         ("", "--clip much", "clip is 'much'; give a positive norm, or none at all"),
         (
             "",
@@ -305,6 +321,13 @@ def test_what_cannot_be_is_one_sentence_and_nothing_is_written(
     assert printed.err.count("\n") == 1
     assert printed.out == ""
     assert sorted(elsewhere.iterdir()) == before
+
+
+def test_a_file_may_set_what_the_optimizer_or_the_schedule_does_not_use(elsewhere: Path, capsys: Captured) -> None:
+    (elsewhere / "mine.toml").write_text("[optimizer]\nbetas = [0.8, 0.9]\neps = 1e-6\nmin_learning_rate_ratio = 0.2\n")
+    words = "--config mine.toml --passes none --optimizer sgd --momentum 0.8 --learning-rate-schedule constant"
+    optimizer = config_of(capsys, words)["optimizer"]
+    assert [optimizer[name] for name in ("betas", "eps", "momentum")] == [[0.8, 0.9], 1e-6, 0.8]
 
 
 def test_passes_stand_in_the_plan_whether_it_is_one_or_a_program(elsewhere: Path, capsys: Captured) -> None:

@@ -6,15 +6,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from shardlab.execute.optimizers.settings import CALM, FIRST, LossScale, OptimizerConfig, Schedule, rate_factor
+from shardlab.execute.optimizers.flat_slice import torch_optimizers
+from shardlab.execute.optimizers.settings import (
+    CALM,
+    FIRST,
+    USED_WITH,
+    LossScale,
+    OptimizerConfig,
+    Schedule,
+    rate_factor,
+)
 from shardlab.language import UserError
+from shardlab.language.precision import Optimizer
 
 SCHEDULES: tuple[Schedule, ...] = ("cosine", "linear", "wsd", "constant")
 
@@ -89,6 +101,39 @@ def test_every_schedule_rises_then_falls_between_its_bounds(
     assert factors[warmup:] == sorted(factors[warmup:], reverse=True)
     assert all(0 < factor <= 1 for factor in factors)
     assert factors[-1] == pytest.approx(1.0 if schedule == "constant" or not decay else least)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("betas", (0.5, 0.95)), ("betas", (0.9, 0.5)), ("momentum", 0.5), ("eps", 0.1)]
+)
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_an_optimizer_uses_the_settings_of_its_rows(optimizer: Optimizer, name: str, value: Any) -> None:
+    def trained(config: OptimizerConfig) -> list[Tensor]:
+        torch.manual_seed(0)
+        weights = [torch.randn(4, 4), torch.randn(4), torch.randn(4, 4)]
+        matrices = weights[2:] if config.optimizer == "muon" else []
+        decayed = weights[:1] if matrices else [weights[0], weights[2]]
+        optimizers = torch_optimizers(config, decayed, weights[1:2], matrices, fused=False)
+        for _ in range(9):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            for each in optimizers:
+                each.step()
+        return weights
+
+    default = OptimizerConfig(optimizer, learning_rate=0.1)
+    changed = replace(default, **{name: value})
+    same = all(map(torch.equal, trained(default), trained(changed)))
+    assert USED_WITH[name][0] == "optimizer"
+    assert same == (optimizer not in USED_WITH[name][1])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_uses_the_settings_of_its_rows(schedule: Schedule) -> None:
+    default = OptimizerConfig(learning_rate_schedule=schedule)
+    (name,) = (name for name, (decider, _) in USED_WITH.items() if decider == "learning_rate_schedule")
+    same = rates(default, *range(200)) == rates(replace(default, **{name: 0.5}), *range(200))
+    assert same == (schedule not in USED_WITH[name][1])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,7 @@ from shardlab.cli.train.choose_passes import config_with_allowed_passes, settle_
 from shardlab.cli.train.this_machine import peak_flops, predicted_seconds
 from shardlab.common.files import read_file
 from shardlab.common.text import counted
+from shardlab.execute.optimizers.settings import USED_WITH, OptimizerConfig
 from shardlab.language import AXES, UserError
 from shardlab.language.precision import find_precision
 from shardlab.models.model import ParameterCounts, count_parameters
@@ -160,6 +161,8 @@ class Train:
         sources = self._sources() if resumed is None else self._sources_of_resumed_run(resumed, launched)
         is_resumed, tell = resumed is not None, first and not self.json and not caller.in_python
         chosen, config, planned = self._resolve(sources, launched, is_resumed=is_resumed, tell=tell)
+        given = self.settings.flag_values()
+        refuse_unused(given["optimizer"], config.optimizer)
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
@@ -170,6 +173,12 @@ class Train:
                 if first:
                     print(f"shardlab: {resumed.out} has taken {steps}", file=sys.stderr)
                 return 0
+            span, done = given["logging"].get("profile_steps"), resumed.checkpoint.step
+            if span is not None and span[1] <= done and self.resume != "auto":
+                raise UserError(
+                    f"--profile-steps {span[0]}:{span[1]} has no effect, because the run continues with step {done}; "
+                    "give later steps, or leave it out"
+                )
         if self.print_config and first:
             self._print_config(config_with_allowed_passes(chosen, config), sources)
         parse_sources(config.data.data)  # reports wrong data before torch is imported
@@ -438,6 +447,25 @@ class Caller:
     callbacks: Sequence[Callback] = ()
     in_python: bool = False
     summaries: list[Summary] = field(default_factory=list[Any])
+
+
+def refuse_unused(given: Collection[str], config: OptimizerConfig) -> None:
+    """Refuse flags that the optimizer or the learning-rate schedule does not use.
+
+    Presets, files and earlier runs may set such fields.
+
+    Args:
+        given: fields of the optimizer that flags set.
+        config: settings of the optimizer from all sources.
+
+    Raises:
+        UserError: with the values that use the flag.
+    """
+    for name, (decider, users) in USED_WITH.items():
+        if name in given and (value := getattr(config, decider)) not in users:
+            flag, others = f"--{name.replace('_', '-')}", f"{', '.join(users[:-1])} or {users[-1]}"
+            by = f"--{decider.replace('_', '-')}"
+            raise UserError(f"{flag} has no effect with {by} {value}; leave it out, or give {by} {others}")
 
 
 def require_recorded_steps(config: TrainingConfig, traced: int, *, resumed: bool) -> None:

@@ -6,6 +6,7 @@ The tensors that an optimizer updates are in `algorithms` and `flat_slice`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -99,6 +100,14 @@ def want_scalable(precision: Precision, checked: Checked) -> None:
                 f"{precision.name}; scale by less, or choose bf16"
             )
 
+
+USED_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "betas": ("optimizer", ("adamw", "lion", "muon")),
+    "momentum": ("optimizer", ("sgd", "muon")),
+    "eps": ("optimizer", ("adamw", "muon")),
+    "min_learning_rate_ratio": ("learning_rate_schedule", ("cosine", "linear", "wsd")),
+}
+"""Settings without effect for some optimizers or schedules: the field that decides, and its values that use them."""
 
 _NOT_NEGATIVE = number("0 or more", lambda value: 0 <= value < math.inf)
 _POSITIVE = number("a positive number", lambda value: 0 < value < math.inf)
