@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 390,
     "check": 2285,
-    "cli": 8350,
+    "cli": 8355,
     "common": 995,
     "draw": 1740,
     "execute": 3740,

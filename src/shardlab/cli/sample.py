@@ -69,6 +69,11 @@ class Sample:
             raise UserError("there is no text to continue; give --prompt TEXT, or --chat")
         if self.chat and self.json:
             raise UserError("both --chat and --json were given; give one of them")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p != 1):
+            flag = "--top-p" if self.top_k is None else "--top-k"
+            raise UserError(
+                f"{flag} has no effect, because --temperature 0 takes the likeliest token; leave out one of them"
+            )
         import torch
 
         from shardlab.execute.kernel_choice import KeptChoices
