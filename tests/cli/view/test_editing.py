@@ -183,7 +183,7 @@ def test_the_typical_mistakes_of_a_program_are_named_in_its_level() -> None:
 
 def test_the_file_of_an_exercise_is_edited_on_the_mesh_and_sizes_on_which_it_is_graded(tmp_path: Path) -> None:
     CourseFolder.create(tmp_path / "course")
-    for name in ("pipeline", "ring_attention"):
+    for name in ("pipeline", "buckets", "ring_attention"):
         entry, file = find(name), tmp_path / "course" / f"{name}.py"
         file.write_text(entry.solution_text)
         found = editor(str(file))

@@ -211,7 +211,7 @@ class ProgramEditor(FileEditor):
         entry, ranks = load(f"{self._path}:{self.function}"), self.mesh.world
         if entry.mesh is data_parallel_mesh:
             entry = entry.on_mesh(self.mesh)
-        proof = checked(entry, ranks, self.sizes, self.microbatches)
+        proof = apply_passes(checked(entry, ranks, self.sizes, self.microbatches), entry.passes_on(ranks))
         return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files={self._path.name: text})
 
 
