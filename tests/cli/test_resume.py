@@ -138,6 +138,11 @@ def test_what_cannot_be_resumed_is_one_sentence_and_nothing_is_written(
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
+def test_a_command_with_resume_auto_may_profile_steps_that_are_done_when_it_is_repeated(run: Path) -> None:
+    words = ["train", "--resume", "auto", "--out", str(run), "--steps", "9", "--profile-steps", "3:5", "--print-config"]
+    assert main(words) == 0
+
+
 def test_a_finished_run_goes_back_only_where_that_is_asked_for(run: Path, capsys: Captured) -> None:
     """Its newest checkpoint is lost: going on from the one before would overwrite the weights of later steps."""
     shutil.rmtree(run / "checkpoints" / "step-000005")
