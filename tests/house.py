@@ -29,7 +29,7 @@ CODE_LINES = {
     "planner": 4085,
     "simulate": 7420,
     "strategies": 2740,
-    "train": 8955,
+    "train": 8960,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

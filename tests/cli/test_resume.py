@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,10 +26,11 @@ from shardlab.cli import main
 from shardlab.common.errors import UserError
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import GPT
+from shardlab.train import history
 from shardlab.train.checkpoint import read as reading
 from shardlab.train.checkpoint.write import checksum_of
 from shardlab.train.checkpoints import ResumedRun, find_checkpoint
-from shardlab.train.history import lock_metrics, note_end
+from shardlab.train.history import lock_metrics, note_end, require_free
 from shardlab.train.job import Job
 from shardlab.train.launch.commands import RankExchange
 from shardlab.train.launch.environment import LaunchEnvironment
@@ -243,10 +245,18 @@ def test_a_run_that_is_extended_twice_keeps_one_schedule(run: Path, capsys: Capt
     assert rates(run)[5:] == [pytest.approx(1e-4)] * 3
 
 
-def test_a_folder_in_use_is_one_sentence(run: Path, capsys: Captured) -> None:
+def test_a_folder_in_use_is_one_sentence(run: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "ENDING_SECONDS", 0.1)
     with lock_metrics(run):
         assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
     assert capsys.readouterr().err.startswith(f"shardlab: {run} is in use by another process")
+
+
+def test_a_folder_is_awaited_whose_process_is_ending(run: Path) -> None:
+    lock = lock_metrics(run)
+    threading.Timer(0.2, lock.close).start()
+    require_free(run)
+    assert lock.closed
 
 
 def write_changed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:

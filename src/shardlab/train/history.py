@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -246,15 +247,24 @@ def lock_metrics(folder: Path) -> FileIO:
         OSError: if the file cannot be opened.
         UserError: if another process has locked it.
     """
-    file = FileIO(folder / METRICS, "ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f"{folder} is in use by another process; wait until it has ended, or end it first") from None
-    except OSError:  # a file system without locks
-        pass
-    return file
+    file, deadline = FileIO(folder / METRICS, "ab"), time.monotonic() + ENDING_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                given = f"{folder} is in use by another process"
+                raise UserError(f"{given}; wait until it has ended, or end it first") from None
+            time.sleep(0.05)
+            continue
+        except OSError:  # a file system without locks
+            pass
+        return file
+
+
+ENDING_SECONDS = 2.0
+"""Seconds for which a locked folder is awaited. A killed process keeps its lock until it has ended."""
 
 
 def require_free(folder: Path) -> None:
