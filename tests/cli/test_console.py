@@ -440,7 +440,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate user.py:rigth", "user.py has no function 'rigth'; did you mean right?"),
         ("simulate user.py", "say which function of user.py: user.py:NAME"),
         ("simulate user.py:", "say which function of user.py: user.py:NAME"),
-        ("simulate user.py:plain", "plain in user.py is not a strategy; write it as `async def plain(rank): ...`"),
+        ("simulate user.py:plain", "plain in user.py is not a strategy; write it as `async def plain(rank): ...` or"),
         ("simulate user.py:two", "two cannot be called with the rank alone"),
         ("simulate fsdp --ranks 3", "4 microbatches do not divide among 3 ranks; give a multiple of 3 microbatches"),
         ("simulate gpipe --layers 3", "3 layers do not reach 4 pipeline stages; give at most 3 stages, or more layers"),

@@ -62,7 +62,7 @@ def test_nothing_is_written_beside_the_file(file: Path) -> None:
     ("function", "sentence"),
     [
         ("min", "has no function 'min'; did you mean mine?"),
-        ("zzz", "its async functions are: mine, on_a_grid"),
+        ("zzz", "its strategies are: mine, on_a_grid"),
         ("plain", "is not a strategy; write it as `async def plain"),
         ("", "say which function of"),
     ],
@@ -73,7 +73,7 @@ def test_objects_that_are_no_strategies_are_refused(file: Path, function: str, s
 
 
 def test_a_file_without_a_function_is_refused(file: Path) -> None:
-    with pytest.raises(UserError, match=r"user\.py:NAME; its async functions are"):
+    with pytest.raises(UserError, match=r"user\.py:NAME; its strategies are"):
         load(str(file))
 
 
@@ -110,6 +110,21 @@ def test_a_function_that_returns_a_plan_is_a_strategy(tmp_path: Path, given: str
     path.write_text(f"{PLANS}def mine() -> Plan:\n    return Plan(Mesh(dp_shard=8), passes='defer=1')\n")
     entry = load(f"{path}{given}")
     assert (entry.name, entry.ranks, entry.passes_on(8)) == (f"{path}:mine", 8, "defer=1")
+
+
+@pytest.mark.parametrize("annotation", ["Plan", "'Plan'", "strategies.Plan"])
+@pytest.mark.parametrize("first", ["", "from __future__ import annotations\n"])
+def test_a_plan_is_recognized_by_any_spelling_of_its_annotation(tmp_path: Path, annotation: str, first: str) -> None:
+    path = tmp_path / "any.py"
+    path.write_text(f"{first}{PLANS}from shardlab import strategies\ndef mine() -> {annotation}:\n    return Plan()\n")
+    assert load(str(path)).name == f"{path}:mine"
+
+
+def test_a_function_that_helps_with_a_plan_hides_no_program(tmp_path: Path) -> None:
+    path = tmp_path / "any.py"
+    helpers = "def plan_of(ranks) -> Plan:\n    return Plan()\ndef small() -> Plan:\n    return Plan()\n"
+    path.write_text(f"{PLANS}{helpers}async def step(rank):\n    pass\n")
+    assert load(str(path)).name == f"{path}:step"
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
         passes: names of the tape passes (None: the plan's passes, if it is a plan).
 
     Raises:
-        UserError: if the name, pass, file or function does not exist, the file cannot be run, or the function is not
-            async.
+        UserError: if the name, pass, file or function does not exist, the file cannot be run, or the function is
+            neither async nor returns a plan.
     """
     if isinstance(name, Plan):
         return replace(entry_from_plan(name, UNNAMED), passes=passes)
@@ -41,8 +41,9 @@ def _from_file(name: str, path: Path, function: str) -> StrategyEntry:
             f"{path} has no async function; write the strategy as `async def f(rank): ...`, or as `def f() -> Plan: "
             f"...`, or give a schedule as --pp N --schedule {path}"
         )
-    what = ("function", "async functions")
-    function, program = find_member(module, path, function, what, _is_strategy)
+    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    is_one = inspect.iscoroutinefunction if any(map(inspect.iscoroutinefunction, own)) else _returns_plan
+    function, program = find_member(module, path, function, ("function", "strategies"), is_one)
     name = name if name.endswith(f":{function}") else f"{path}:{function}"
     if _returns_plan(program):
         with reporting_errors_of(path):
@@ -51,7 +52,8 @@ def _from_file(name: str, path: Path, function: str) -> StrategyEntry:
             raise UserError(f"{function} in {path} returned {plan!r:.60}; return a Plan")
         return entry_from_plan(plan, name)
     if not inspect.iscoroutinefunction(program):
-        raise UserError(f"{function} in {path} is not a strategy; write it as `async def {function}(rank): ...`")
+        forms = f"`async def {function}(rank): ...` or `def {function}() -> Plan: ...`"
+        raise UserError(f"{function} in {path} is not a strategy; write it as {forms}")
     mesh = getattr(module, f"{function}_mesh", data_parallel_mesh)
     return StrategyEntry(name, program, "as its program says", str(path), mesh)
 
@@ -61,5 +63,8 @@ def _is_strategy(value: object) -> bool:
 
 
 def _returns_plan(value: object) -> bool:
-    """Return whether a value is a function whose annotation says that it returns a plan."""
-    return inspect.isfunction(value) and value.__annotations__.get("return") in (Plan, Plan.__name__)
+    """Return whether a value is a function without parameters whose annotation says that it returns a plan."""
+    if not inspect.isfunction(value) or inspect.signature(value).parameters:
+        return False
+    annotation = value.__annotations__.get("return")  # a text under `from __future__ import annotations`
+    return annotation is Plan or str(annotation).strip("'\"").rpartition(".")[2] == Plan.__name__
