@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 390,
     "check": 2285,
-    "cli": 8355,
+    "cli": 8360,
     "common": 995,
     "draw": 1740,
     "execute": 3740,
@@ -28,7 +28,7 @@ CODE_LINES = {
     "models": 4530,
     "planner": 4085,
     "simulate": 7420,
-    "strategies": 2740,
+    "strategies": 2745,
     "train": 8960,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

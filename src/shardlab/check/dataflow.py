@@ -177,9 +177,10 @@ def check_rank_ending(state: RankState) -> None:
                 here = next(at for at, op in enumerate(state.ops) if made in op.outputs)
                 state.refuse("not kept", f"{lacking}, which is made here and not kept", "keep it in its store", here)
             of_layer = (spec for spec in state.specs.values() if (spec.kind, spec.layer) == (kind, layer))
-            if part := next((spec for spec in of_layer if spec.step == final.step), None):
-                remedy = "gather the slices of all ranks, or load this one only"
-                given = f"{lacking}, of which only {_without_step(part)} was made"
+            updated = [spec for spec in dict.fromkeys(of_layer) if spec.step == final.step]
+            if parts := [_without_step(spec) for spec in updated if holds.contains(spec.holds)]:
+                given = f"{lacking}, of which only {' and '.join(parts)} {'was' if len(parts) == 1 else 'were'} made"
+                remedy = "gather or concatenate all its slices, or load only what is updated"
                 state.refuse("not kept", given, remedy, loaded)
             given = f"{state.specs[state.ops[loaded].outputs[0]]} is loaded here and never updated"
             state.refuse("never updated", given, "update every slice that is loaded, once", loaded)

@@ -85,9 +85,9 @@ class Overrides:
         Args:
             assignments: whether the framework takes KEY=VALUE as well.
         """
-        for first, _ in self.words[:1]:
-            if not FLAG.fullmatch(first) and not (assignments and "=" in first):
-                raise UserError(f"{first!r:.100} is no setting; give --KEY VALUE" + " or KEY=VALUE" * assignments)
+        first = self.words[0].text if self.words else ""
+        if first and not FLAG.fullmatch(first) and not (assignments and "=" in first):
+            raise UserError(f"{first!r:.100} is no setting; give --KEY VALUE" + " or KEY=VALUE" * assignments)
 
 
 def read_config(name: str, overrides: Sequence[str] = (), framework: str | None = None) -> Config:
@@ -118,9 +118,10 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
         config = _from_text(text, path, changed, framework)
         if framework not in (None, config.table.framework):
             raise UserError(f"this file is for {config.table.framework}, not {framework}; leave out --framework")
-        if changed.variables and path.suffix in (".toml", ".py"):
+        takes_settings = config.table.framework in READERS
+        if changed.variables and not takes_settings and path.suffix in (".toml", ".py", ".yaml", ".yml"):
             raise UserError(f"{next(iter(changed.variables))}=... is for a script; give settings as --KEY VALUE")
-    changed.require_flags(assignments=config.table.framework in READERS)
+    changed.require_flags(assignments=takes_settings)
     return config
 
 

@@ -229,12 +229,12 @@ class Tracer(ABC):
                 self.emit_wait(handle)
         alive = [value for value in self._values if isinstance(value, Value) and value.alive]
         kept: dict[Spec, Value] = {}
-        for value in (value for value in alive if value.keys):
+        for value in alive:
             spec = value.spec
             at = self._loaded.get((spec.kind, spec.layer, spec.holds))
             loaded = at is not None and self.ops[at].place == spec.form.place
             final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
-            if final and loaded:
+            if value.keys and final and loaded:
                 kept.setdefault(spec, value)
         for value in alive:
             if kept.get(value.spec) is not value:

@@ -111,8 +111,8 @@ class RunningWorld:
         console.print(line, highlight=False, soft_wrap=whole)
         if self.backend == "gloo" and (threads := self.places[0].threads) > 1 and (busy := busy_cpus()):
             line = (
-                f"{busy} are busy with other work, so each op waits for the slowest of its {threads} threads; "
-                "OMP_NUM_THREADS=1 may be faster"
+                f"{busy} were busy in the last minute; if that was other work, each op waits for the slowest of its "
+                f"{threads} threads, and OMP_NUM_THREADS=1 may be faster"
             )
             console.print(line, highlight=False, soft_wrap=whole)
         if self.backend == "gloo" and (gpus := gpu_count()):

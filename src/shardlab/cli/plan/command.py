@@ -260,10 +260,8 @@ class PlanCommand:
         graded = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch if self.recipe else (), json=self.json)
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("layout", "sizes")}
         changed = {name: value for name, value in options.items() if value != getattr(graded, name)}
-        if wrong := [*as_flags(changed | self.layout.flag_values()).split(), *self.sizes.words()]:
-            raise UserError(
-                f"--grade predicts the runs in its file and does not search for a plan; leave out {' '.join(wrong)}"
-            )
+        if wrong := " ".join(filter(None, (as_flags(changed | self.layout.flag_values()), *self.sizes.words()))):
+            raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
 
     def problem(self, request: StepRequest | None = None) -> Problem:
         """Make the planning problem of a request (None: the request of the options).

@@ -158,7 +158,7 @@ def _words(name: str, value: Any, flags: Collection[str]) -> list[str]:
         opposite = "untied" if name == "tied" else f"no_{name}"
         return [f"--{opposite.replace('_', '-')}"] if opposite in flags else []
     if isinstance(value, bool):
-        return [flag if value else f"--no-{flag[2:]}"]
+        return [flag]
     if isinstance(value, (list, tuple)):
         return [flag, *map(str, cast(Sequence[Any], value))]
     return [f"{flag}={value}"]

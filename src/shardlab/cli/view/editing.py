@@ -19,6 +19,7 @@ from shardlab.cli.plan_options import checked
 from shardlab.cli.simulate.command import sizes_text
 from shardlab.cli.simulate.step_options import StepOptions
 from shardlab.cli.step_request import StepRequest
+from shardlab.common.fields import as_flags
 from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name, load_module
 from shardlab.draw.viewer.columns import encode
@@ -208,7 +209,8 @@ class ProgramEditor(FileEditor):
         self.sizes, self.microbatches, self.costs = sizes, microbatches, costs
 
     def _judged(self, text: str) -> Judgement:
-        entry, ranks = load(f"{self._path}:{self.function}"), self.mesh.world
+        entry = load(f"{self._path}:{self.function}")
+        ranks = self.mesh.world if entry.plan is None else entry.ranks
         if entry.mesh is data_parallel_mesh:
             entry = entry.on_mesh(self.mesh)
         proof = apply_passes(checked(entry, ranks, self.sizes, self.microbatches), entry.passes_on(ranks))
@@ -243,6 +245,8 @@ def editor_of(options: StepOptions) -> Editor:
     program = step.proof.program
     path, function = file_and_name(step.entry.name)
     if path is not None:
+        if flags := as_flags(options.layout.flag_values()):
+            raise UserError(f"--edit runs {step.entry.name} as its file says; leave out {flags}")
         return ProgramEditor(path, function, program.mesh, program.sizes, program.microbatches, step.costs)
     plan = step.entry.plan(step.ranks) if step.entry.plan is not None else None
     if plan is None or plan.mesh.pp < 2:

@@ -156,7 +156,7 @@ class StepProblem:
             limits = tuple(limit + more for limit, more in zip(pipeline.limits, left, strict=True))
             try:
                 pipeline = replace(pipeline, limit=limits)
-            except UserError:  # not even one microbatch fits
+            except LimitTooLowError:
                 break
         assert best is not None, "there is a share of the time"
         return best
