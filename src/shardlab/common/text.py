@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from shardlab.common.errors import UserError
@@ -184,6 +184,15 @@ def listed(numbers: Iterable[int]) -> str:
         else:
             runs.append((n, n))
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def alternatives(words: Sequence[str]) -> str:
+    """Return words with commas, and "or" before the last.
+
+    >>> alternatives(["adamw", "lion", "muon"]), alternatives(["adamw"])
+    ('adamw, lion or muon', 'adamw')
+    """
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def number_text(number: int) -> str:

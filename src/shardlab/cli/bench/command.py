@@ -21,7 +21,7 @@ from shardlab.cli.bench.strategies import BenchStrategies
 from shardlab.cli.console import Report, print_path
 from shardlab.cli.options import Count, Flag, NewFile, OptionalCount, check_new_file, writing
 from shardlab.common.errors import unknown_name
-from shardlab.common.text import parse_size, sizes_between
+from shardlab.common.text import alternatives, parse_size, sizes_between
 from shardlab.language import UserError
 from shardlab.measure.fits import KINDS
 from shardlab.starting import INTERRUPTED
@@ -107,7 +107,7 @@ class Measuring:
                 f"--profile {self.profile}: its name must end in .json, so that --cluster recognizes a profile"
             )
         if self.plot is not None and self.plot.suffix.lower() not in PLOTS:
-            raise UserError(f"--plot {self.plot}: its name must end in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
+            raise UserError(f"--plot {self.plot}: its name must end in {alternatives(PLOTS)}")
         if self.save:
             profile_to_update(self.profile)  # before minutes of measuring, not after
         failure, status, tells = "", 0, True

@@ -16,7 +16,7 @@ from shardlab.cli.model_options import OptionalNumber
 from shardlab.cli.options import Flag, Name, NewFile, OptionalCount, check_new_file, writing
 from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, SwitchWords
 from shardlab.cli.schedule.costs import read_costs
-from shardlab.cli.simulate.step_options import PRICED_OPTIONS
+from shardlab.cli.simulate.step_options import PRICED_OPTIONS, needs_cluster
 from shardlab.cli.step_request import StepRequest
 from shardlab.common.errors import UserError
 from shardlab.common.files import write_atomically
@@ -165,8 +165,7 @@ class ScheduleSearch:
         if not request.model and not request.cluster:
             for name in PRICED_OPTIONS:
                 if getattr(self, name, None):
-                    flag = f"--{name.replace('_', '-')}"
-                    raise UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
+                    raise needs_cluster(f"--{name.replace('_', '-')}")
             return None
         if not request.model or not request.cluster:
             raise UserError("costs are predicted for a model on a cluster; give both --model and --cluster")

@@ -151,9 +151,9 @@ class StepOptions:
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
         for name in (*PRICED_OPTIONS, "as_if"):
             if (value := getattr(self, name)) and value != "muon":
-                raise _needs_seconds(f"--{name.replace('_', '-')}")
+                raise needs_cluster(f"--{name.replace('_', '-')}")
         if words := self.sizes.words():
-            raise _needs_seconds(words[0])
+            raise needs_cluster(words[0])
         return False
 
     def step_in_units(self, request: StepRequest) -> UnitStep:
@@ -191,5 +191,6 @@ class StepOptions:
         return UnitStep(entry, ranks, costs, names, passed, passed[-1].checked if passed else written)
 
 
-def _needs_seconds(flag: str) -> UserError:
+def needs_cluster(flag: str) -> UserError:
+    """Return the error about an option that a step in time units does not have."""
     return UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")

@@ -35,7 +35,7 @@ from shardlab.cli.train.auto_plan import AUTO, PlannedRuns, measure_fastest, pla
 from shardlab.cli.train.choose_passes import config_with_allowed_passes, settle_run
 from shardlab.cli.train.this_machine import peak_flops, predicted_seconds
 from shardlab.common.files import read_file
-from shardlab.common.text import counted
+from shardlab.common.text import alternatives, counted
 from shardlab.execute.optimizers.settings import USED_WITH, OptimizerConfig
 from shardlab.language import AXES, UserError
 from shardlab.language.precision import find_precision
@@ -463,7 +463,7 @@ def refuse_unused(given: Collection[str], config: OptimizerConfig) -> None:
     """
     for name, (decider, users) in USED_WITH.items():
         if name in given and (value := getattr(config, decider)) not in users:
-            flag, others = f"--{name.replace('_', '-')}", f"{', '.join(users[:-1])} or {users[-1]}"
+            flag, others = f"--{name.replace('_', '-')}", alternatives(users)
             by = f"--{decider.replace('_', '-')}"
             raise UserError(f"{flag} has no effect with {by} {value}; leave it out, or give {by} {others}")
 
