@@ -364,7 +364,7 @@ def mistakes_as_sentences() -> Generator[None, None, None]:
         yield
 
 
-UNFIT = r"(?:no type matching .* from \[|could not convert string to float: |invalid literal for int.*: )(.*'.*?')"
+UNFIT_WORD = r"(?:no type matching .* from \[|could not convert string to float: |invalid literal for int.*: )(.*'.*?')"
 """Pattern of messages of tyro and Python about a word of another type than the option's."""
 
 
@@ -375,7 +375,7 @@ def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
             return f"{option.display_name()} is {given!r}; {suggest_name(given, sorted({*choices} - {'None'}))}"
         case parse_errors.InstantiationFailure(argument=option, message=message) if option is not None:
             name = option.display_name()
-            if unfit := re.match(UNFIT, message):
+            if unfit := re.match(UNFIT_WORD, message):
                 return f"{name}: {unfit[1]} does not fit; give {name} {option.lowered.metavar}"
             text = f"{name}: {message.rstrip('.')}"
         case parse_errors.MissingArgs(missing_arguments=missing):

@@ -107,7 +107,7 @@ class Watch:
                 while (now := _stamp(file)) in (stamp, None):
                     missing = missing + 1 if now is None else 0
                     if missing == POLLS_UNTIL_MISSING:
-                        words = "init . --notebook" if file.suffix == ".ipynb" else f"reset {entry.name}"
+                        words = "init . --notebook" if file.suffix == NOTEBOOK else f"reset {entry.name}"
                         console.print(Text(f"{file} is gone; for its start again: shardlab learn {words}"))
                     time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
