@@ -1,4 +1,4 @@
-"""The line that a terminal shows while the command is being loaded."""
+"""The line that a terminal shows while the command is being loaded, and the status of an interrupted command."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from shardlab import starting
+from tests.support.processes import started
+from tests.test_readme import ROOT
 
 
 def test_a_terminal_shows_that_the_command_is_loaded_until_it_is(
@@ -29,3 +32,22 @@ def test_a_terminal_shows_that_the_command_is_loaded_until_it_is(
     assert capfd.readouterr().err == "shardlab: loading\r\x1b[2K"
     starting.loaded()
     assert capfd.readouterr().err == "", "a second command of this process has no line to erase"
+
+
+INTERRUPTED_IN_EXEC = """
+import runpy, shardlab.cli
+try:
+    exec("raise KeyboardInterrupt")
+except KeyboardInterrupt:
+    pass
+runpy.run_module("shardlab", run_name="__main__")
+"""
+"""Module in which Python marks the process as ended by SIGINT, as Ctrl-C in the definition of a dataclass does."""
+
+
+def test_an_interrupt_while_a_dataclass_is_defined_keeps_the_status_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED_IN_EXEC)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src")))}
+    with started([sys.executable, "-m", "interrupted", "--version"], env=environment) as process:
+        said, _ = process.communicate()
+    assert (process.returncode, said.split()[0]) == (0, "shardlab")
