@@ -39,7 +39,7 @@ FIGURES: dict[Figure, tuple[str, Callable[[float], str]]] = {
 }
 """Compared quantities, each with its title and the function that formats it."""
 
-NOTE = "error: predicted over measured, less 1; mean, median and worst are of its size, bias is the mean with signs"
+NOTE = "error: predicted / measured - 1; mean, median and worst of its absolute value, bias: its mean with signs"
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,12 @@ class Validate:
 
     runs: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")]
     """JSON list of runs, each with id, source, model, hardware, parallelism, batch, precision, recompute and the
-    measurements. docs/validation.md describes the fields."""
+    measurements. docs/published-runs.md describes the fields."""
 
     json: Flag = False
     """Print only JSON: the id of every run, its measurements, predictions and assumptions."""
 
-    recipe: RecipeName = None
-    """Default: the recipe of each run's own framework."""
+    recipe: Annotated[RecipeName, tyro.conf.arg(help_behavior_hint="(default: that of each run's framework)")] = None
 
     switch: SwitchWords = ()
     """Options of the framework, with --recipe."""

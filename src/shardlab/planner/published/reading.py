@@ -481,7 +481,7 @@ def _of_plan(written: ParallelismRecord, least_stage: int, plan: Plan) -> Iterat
     if written.sequence_parallel is None and plan.mesh.tp > 1:
         yield "sequence parallelism: none"
     if least_stage and not written.zero_stage:
-        yield f"ZeRO stage: {least_stage}, the framework's way"
+        yield f"ZeRO stage: {least_stage}, the framework's default"
     elif written.zero_stage is None:
         yield "ZeRO stage: 0"
     if plan.mesh.pp > 1:
