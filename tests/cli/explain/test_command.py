@@ -51,6 +51,17 @@ def test_unknown_keys_are_named(capsys: Captured, tmp_path: Path) -> None:
     assert f"training_extra.faster (line {len(path.read_text().splitlines())})" in text
 
 
+def test_verbose_names_every_unknown_key(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    unknown = "".join(f"unknown_{each} = 1\n" for each in "abcdefgh")
+    file.write_text((EXAMPLES / "llama3_8b.toml").read_text() + f"\n[mine]\n{unknown}")
+    words = [str(file), "--cluster", "h100x8", "--changes", "0"]
+    assert "2 more (--verbose lists all)" in " ".join(out_of(words, capsys).split())
+    text = " ".join(out_of([*words, "--verbose"], capsys).split())
+    assert "mine.unknown_h" in text
+    assert "more (--verbose" not in text
+
+
 def test_devices_are_asked_for_in_a_sentence(capsys: Captured) -> None:
     assert "--cluster h100x64" in out_of([str(EXAMPLES / "llama3_8b.toml")], capsys, 2)
     assert "its number of devices is 64" in out_of([str(EXAMPLES / "train_70b.sh")], capsys, 2)

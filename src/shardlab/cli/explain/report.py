@@ -14,7 +14,7 @@ from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, pe
 from shardlab.frameworks.changes import Trial
 from shardlab.frameworks.measured import Comparison, Hypothesis
 from shardlab.frameworks.run import FrameworkRun
-from shardlab.frameworks.settings import Config, Setting, change_text
+from shardlab.frameworks.settings import Config, change_text
 from shardlab.planner.describe import UNTRACED, StepShares, describe, shares_seconds, step_shares
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.simulate.predict.confidence import Confidence, may_not_fit, sure_as_json
@@ -26,7 +26,7 @@ MOST_TRACE_SECONDS = 20.0
 """Time limit in seconds for the trace that divides the step's time into its causes."""
 
 NAMED_KEYS = 6
-"""Largest number of keys that are named. Further keys are only counted."""
+"""Largest number of keys that are named without --verbose. Further keys are only counted."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,11 @@ class ExplainReport:
             for reason in config.ignored:
                 report.fact("", f"{reason.setting.key} ({reason.setting.place}): {reason.reason}", style="dim")
         if config.unknown:
-            report.fact("not understood", _keys(config.unknown), style="bold yellow")
+            names = [f"{each.key} ({each.place})" for each in config.unknown]
+            report.fact("not understood", _listed(names, verbose=verbose), style="bold yellow")
         if config.unpredicted:
             texts = [f"{each.setting.key} ({each.reason})" for each in config.unpredicted]
-            report.fact("not predicted", "; ".join(_some(texts)))
+            report.fact("not predicted", _listed(texts, "; ", verbose=verbose))
         notes = [*config.notes, *self.step.notes]
         if (limit := broken_limit(self.step.workload)) != "":
             notes.insert(0, limit)
@@ -256,14 +257,11 @@ MOST_HYPOTHESES = 3
 """Largest number of explanations that are shown. --json has all."""
 
 
-def _keys(settings: Sequence[Setting]) -> str:
-    return ", ".join(_some([f"{each.key} ({each.place})" for each in settings]))
-
-
-def _some(texts: Sequence[str]) -> list[str]:
-    """Return the first texts, followed by the number of the remaining ones."""
-    left = len(texts) - NAMED_KEYS
-    return [*texts[:NAMED_KEYS], *([f"{left} more (--verbose lists all)"] if left > 0 else [])]
+def _listed(texts: Sequence[str], between: str = ", ", *, verbose: bool) -> str:
+    """Return the first texts and the number of the remaining ones, or with `verbose` all texts."""
+    left = 0 if verbose else len(texts) - NAMED_KEYS
+    more = [f"{left} more (--verbose lists all)"] if left > 0 else []
+    return between.join([*(texts[:NAMED_KEYS] if more else texts), *more])
 
 
 def _parts(all: float, parts: dict[str, float]) -> str:
