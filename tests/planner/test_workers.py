@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -75,6 +76,16 @@ def test_workers_that_are_busy_are_ended_with_their_context() -> None:
         time.sleep(0.01)  # the pool's own thread hears of an end first, and has yet to note it
     assert time.monotonic() - began < LONG / 2
     assert not _others(others)
+
+
+def blocked_signals(_: PassCosts) -> set[int]:
+    return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
+
+
+def test_ctrl_c_reaches_only_the_process_that_ends_the_workers() -> None:
+    with workers(PROBLEM, 2) as processes:
+        assert signal.SIGINT in processes.submit(blocked_signals).result()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def _others(processes: Sequence[BaseProcess]) -> set[BaseProcess]:

@@ -114,7 +114,8 @@ class Workers:
     def submit(self, question: Question[T], change: Change = "") -> Future[T]:
         """Let a process answer a question about the problem, or about the problem with a change."""
         if self._pool is not None:
-            return self._pool.submit(_answer_in_worker, question, change)
+            with interrupts_blocked():
+                return self._pool.submit(_answer_in_worker, question, change)
         if change not in self._costs:
             self._costs[change] = PassCosts(apply_change(self._problem, change))
         future: Future[T] = Future()
@@ -136,17 +137,36 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
     if count < 2:
         yield Workers(problem)
         return
-    others = active_children()
-    pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))
-    try:
+    with killed_at_end(ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))) as pool:
         yield Workers(problem, pool)
-    finally:  # unfinished answers are dropped; all processes are killed, so that none keeps a lock
-        forked = [each for each in active_children() if each not in others]
+
+
+@contextmanager
+def killed_at_end(pool: ProcessPoolExecutor) -> Generator[ProcessPoolExecutor]:
+    """Yield a pool of processes. At the end, unfinished answers are dropped and all its processes are killed."""
+    others = active_children()
+    try:
+        yield pool
+    finally:
+        started = [each for each in active_children() if each not in others]
         pool.shutdown(wait=False, cancel_futures=True)
-        for each in forked:
+        for each in started:  # so that none keeps a lock
             each.kill()
-        for each in forked:
+        for each in started:
             each.join()
+
+
+@contextmanager
+def interrupts_blocked() -> Generator[None]:
+    """Block SIGINT in processes that the block starts, from their first moment: their parent ends them on Ctrl-C.
+
+    This process receives a SIGINT when the block ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _in_worker: list[Workers] = []
@@ -154,7 +174,6 @@ _in_worker: list[Workers] = []
 
 
 def _begin(problem: Problem) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # a garbage collection would copy the memory that is shared with the parent
     _in_worker[:] = [Workers(problem)]

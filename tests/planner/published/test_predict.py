@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ from shardlab.planner.published.predict import (
     Prediction,
     errors_by_source,
     measured_as,
+    on_every_core,
     predict,
     predict_outcome,
     predict_outcomes,
@@ -282,3 +286,18 @@ def test_processes_say_what_one_would_say_in_the_order_of_the_rows() -> None:
     assert len(rows) > 2
     assert list(predict_outcomes(rows)) == [predict_outcome(row) for row in rows]
     assert list(predict_outcomes(rows[:1])) == [predict_outcome(rows[0])]
+
+
+def ignores_ctrl_c(row: dict[str, Any], recipe: object) -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_ctrl_c_reaches_only_the_process_that_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    others = set(multiprocessing.active_children())
+    rows: list[dict[str, Any]] = [{}] * 3
+    results = on_every_core(ignores_ctrl_c, rows, None)
+    assert next(results)
+    results.close()
+    assert set(multiprocessing.active_children()) <= others
+    assert not ignores_ctrl_c({}, None)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -23,6 +22,7 @@ from shardlab.language.precision import find_precision
 from shardlab.planner.published import records
 from shardlab.planner.published.reading import PublishedRun, read_run
 from shardlab.planner.published.records import Incomplete, Measurement, Memory, StateRecord, read_figures
+from shardlab.planner.workers import interrupts_blocked, killed_at_end
 from shardlab.simulate.predict.forecast import forecast, with_microbatches
 from shardlab.simulate.predict.memory import DeviceMemory, model_state, zero_plan
 from shardlab.simulate.predict.recipe import Recipe
@@ -139,24 +139,19 @@ def predict_outcomes(rows: Sequence[dict[str, Any]], recipe: Recipe | None = Non
 
 def on_every_core(
     predict: Callable[[dict[str, Any], Recipe | None], T], rows: Sequence[dict[str, Any]], recipe: Recipe | None
-) -> Iterator[T]:
+) -> Generator[T]:
     """Call a function with each published run and a recipe, on all cores. Yield results in the order of the runs.
 
-    Processes are spawned, because the thread of a progress bar would not survive a fork. On Ctrl-C the
-    processes end without a traceback.
+    Processes are spawned, because the thread of a progress bar would not survive a fork.
     """
     processes = min(len(rows), os.cpu_count() or 1)
     if processes < 2:
         yield from map(predict, rows, repeat(recipe))
         return
-    with ProcessPoolExecutor(processes, get_context("spawn"), _end_when_interrupted) as pool:
-        yield from pool.map(predict, rows, repeat(recipe))
-
-
-def _end_when_interrupted() -> None:
-    """Let Ctrl-C end this process without a traceback, unless SIGINT is ignored, as in the background of a script."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with killed_at_end(ProcessPoolExecutor(processes, get_context("spawn"))) as pool:
+        with interrupts_blocked():
+            results = pool.map(predict, rows, repeat(recipe))
+        yield from results
 
 
 @dataclass(frozen=True)
