@@ -71,24 +71,34 @@ def test_a_search_without_time_finds_a_plan_that_fits(memory: float) -> None:
     assert len(found.outcomes) < 30
 
 
+class Interrupted(Workers):
+    """Workers that are interrupted at a question."""
+
+    def __init__(self, asked: Problem, question: int) -> None:
+        super().__init__(asked)
+        self.left = question
+
+    def submit(self, question: Callable[[PassCosts], Any], change: Change = "") -> Future[Any]:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return super().submit(question, change)
+
+
 def test_an_interrupted_search_has_the_best_plan_so_far() -> None:
     asked = problem(limits=Limits(fixed={"recompute": "none"}))
     whole = search(asked)
-
-    class Interrupted(Workers):
-        """Workers that are interrupted at the tenth question."""
-
-        left = 10
-
-        def submit(self, question: Callable[[PassCosts], Any], change: Change = "") -> Future[Any]:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-            return super().submit(question, change)
-
-    found = Search(asked, Interrupted(asked)).run()
+    found = Search(asked, Interrupted(asked, 20)).run()
+    assert found.best is not None
     assert not found.complete
     assert len(found.outcomes) < len(whole.outcomes)
+
+
+def test_a_search_that_is_interrupted_before_it_knows_a_plan_is_not_called_out_of_time() -> None:
+    asked = problem()
+    with pytest.raises(KeyboardInterrupt):
+        Search(asked, Interrupted(asked, 1)).run()
+    assert Search(asked, Interrupted(asked, 1), best=1.0).run().best is None
 
 
 def test_a_search_for_less_than_a_known_time_finds_only_faster_plans_or_none() -> None:

@@ -277,7 +277,11 @@ class Search:
         self._asked: deque[tuple[Future[Any], list[Candidate], bool]] = deque()
 
     def run(self) -> Results:
-        """Search until no line promises a better plan, the budget is used up, or Ctrl-C is pressed."""
+        """Search until no line promises a better plan, the budget is used up, or Ctrl-C is pressed.
+
+        Raises:
+            KeyboardInterrupt: if Ctrl-C is pressed before a plan that fits is known.
+        """
         try:
             with gc_paused():  # lines and guesses are kept, so collections would only take time
                 self._add(seeds(self.problem))
@@ -286,7 +290,8 @@ class Search:
             if self._families:
                 self._search_families()
         except KeyboardInterrupt:
-            pass
+            if self._main.best == inf:
+                raise
         self.results.seconds = time.monotonic() - self._began
         return self.results
 

@@ -20,6 +20,7 @@ from shardlab.cli.train.auto_plan import PlannedRun, PlannedRuns, measure_fastes
 from shardlab.common.errors import UserError
 from shardlab.measure.profile import this_machine
 from shardlab.measure.progress import Race
+from shardlab.planner.search import Budget, Search
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.config_sources import ConfigSource, preset_source
@@ -91,6 +92,18 @@ def planned(measure: bool = True, steps: int = 200) -> PlannedRuns:
 
 def winner(runs: PlannedRuns, prove: Callable[[StrategyEntry, TrainingRun], object] = print) -> PlannedRun:
     return measure_fastest(runs, TrainingRun(runs.runs[0].config, Path()), prove, RENDEZVOUS, tell=True)
+
+
+def test_ctrl_c_while_the_plan_is_searched_begins_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    reach = Search._reach  # pyright: ignore[reportPrivateUsage]
+
+    def interrupt(search: Search, goal: Any, budget: Budget) -> bool:
+        reach(search, goal, budget)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_reach", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        planned.__wrapped__()
 
 
 def test_only_where_a_run_is_long_do_plans_take_turns() -> None:

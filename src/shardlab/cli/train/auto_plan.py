@@ -246,6 +246,8 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
     problem = request.problem(Limits(_fixed_fields(layout)))
     with workers(problem, 1) as processes:
         choice = choose(problem, processes, measured=() if measure else None, families=False)
+    if not choice.results.complete:  # Ctrl-C: the run itself must not begin after it
+        raise KeyboardInterrupt
     seconds = MEASURING_SHARE * config.train.steps * choice.best.seconds - SETUP_SECONDS
     outcomes = find_contenders(choice, seconds) if measure else [choice.best]
     if tell:
