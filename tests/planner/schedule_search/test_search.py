@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from hypothesis import given, settings
 from shardlab.check import check
 from shardlab.language import Mesh, trace
 from shardlab.models import MLP
+from shardlab.planner.schedule_search import search
 from shardlab.planner.schedule_search.problem import Placement, ScheduleProblem, StageCosts, equal_stages
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
+from shardlab.planner.schedule_search.timing import Orders
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.schedules.files import schedule_files
@@ -37,6 +41,19 @@ def test_a_found_schedule_fits_beats_the_published_and_passes_all_channel_models
     plan = Plan(Mesh(pp=problem.ranks), schedule=PlacedSchedule.of("found", found.steps, "the search"))
     program = trace(program_from_plan(plan), plan.mesh, len(problem.stages), problem.microbatches)
     assert check(program).backends() == ["gloo", "nccl"]
+
+
+def test_ctrl_c_ends_the_search_while_the_first_schedules_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, problem = search.greedy_orders, ScheduleProblem(4, 8, equal_stages(4, 1, 1, 1, 2), limit=3, placement="vee")
+
+    def interrupt(*arguments: Any) -> Orders:
+        monkeypatch.setattr(search, "greedy_orders", Mock(side_effect=KeyboardInterrupt))
+        return build(*arguments)
+
+    monkeypatch.setattr(search, "greedy_orders", interrupt)
+    found = search_schedule(problem, evaluations=10**9)
+    assert not found.is_optimal
+    assert found.evaluations == 1 + len(found.published) + search.GREEDY
 
 
 def verified(rank: int, job: Job) -> Verdict | None:

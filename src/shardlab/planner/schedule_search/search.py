@@ -143,11 +143,13 @@ def search_schedule(
         consider(name, orders)
     first, *others = islice(policies(passes), GREEDY)
     consider("greedy", greedy_orders(passes, first))
+    interrupted = True
     with suppress(KeyboardInterrupt):
         for policy in others:
             if time.monotonic() - began > seconds / 2:
                 break
             consider("greedy", greedy_orders(passes, policy))
+        interrupted = False
     candidates.sort(key=lambda candidate: (round(candidate[0] / problem.lower_bound, 9), max(candidate[3].peaks)))
     best = candidates[0]
     history = [(time.monotonic() - began, best[0])]
@@ -164,7 +166,7 @@ def search_schedule(
         done = min(reached, best[0]) <= problem.lower_bound * (1 + TOLERANCE)
         spent = proposals >= evaluations if evaluations is not None else time.monotonic() - began >= seconds
         proposals += 1
-        return done or spent
+        return done or spent or interrupted
 
     timing, source = best[3], best[1]
     starts = _starts(passes, candidates)
