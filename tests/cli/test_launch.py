@@ -120,6 +120,28 @@ def test_a_signal_reaches_every_rank(warm: WarmStarts) -> None:
     assert process.returncode == 0  # they ended well
 
 
+TERMINATED_WHILE_RANKS_START = """
+import asyncio, signal
+from shardlab.train.launch.commands import run_command
+
+start, started = asyncio.create_subprocess_exec, []
+
+async def start_and_terminate(*words, **options):
+    started.append(await start(*words, **options))
+    if len(started) == 1:
+        signal.raise_signal(signal.SIGTERM)
+    return started[-1]
+
+asyncio.create_subprocess_exec = start_and_terminate
+print(run_command(["sleep", "100000"], 2, bound=False).asked, [process.returncode for process in started])
+"""
+
+
+def test_a_signal_reaches_ranks_that_have_just_started(warm: WarmStarts) -> None:
+    done = warm.run(["-c", TERMINATED_WHILE_RANKS_START])
+    assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM)} [{-signal.SIGTERM}, {-signal.SIGTERM}]\n")
+
+
 OMPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 

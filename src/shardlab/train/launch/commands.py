@@ -255,10 +255,11 @@ def default_ctrl_c() -> Generator[None]:
 
 
 async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int, restarts: int) -> Outcome:
+    ranks: list[_CommandRank] = []
+    requests = _forward_signals(ranks)  # before ranks start, since a signal that ends this process leaves them running
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it exists longer than any rank
     words = [sys.executable, "-m", "shardlab.train.launch.worker", *["--bind"] * bound, *command]
     pipe = subprocess.PIPE
-    ranks: list[_CommandRank] = []
     try:
         for rank in range(count):
             environment = LaunchEnvironment(rank, count, rank, "127.0.0.1", store.port, count)
@@ -267,7 +268,9 @@ async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int
                 *words, env=variables, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, start_new_session=True
             )
             ranks.append(_CommandRank(rank, process))
-        return await _watch(ranks)
+            for number, _ in requests:  # this rank had not started when the signal came
+                ranks[-1].send(number)
+        return await _watch(ranks, requests)
     finally:
         for rank in ranks:
             rank.send(signal.SIGKILL)  # including children that a command left running
@@ -283,8 +286,13 @@ def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
     }
 
 
-async def _watch(ranks: Sequence[_CommandRank]) -> Outcome:
-    requests: list[tuple[int, float]] = []  # signals that asked this process to end, with their times
+def _forward_signals(ranks: Sequence[_CommandRank]) -> list[tuple[int, float]]:
+    """Forward signals to all ranks that have started.
+
+    Returns:
+        List to which the first signal that asks this process to end is added, with its time.
+    """
+    requests: list[tuple[int, float]] = []
     loop = asyncio.get_running_loop()
 
     def send(number: int) -> None:
@@ -304,6 +312,10 @@ async def _watch(ranks: Sequence[_CommandRank]) -> Outcome:
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, pass_on, number)
     loop.add_signal_handler(signal.SIGUSR1, send, signal.SIGUSR1)
+    return requests
+
+
+async def _watch(ranks: Sequence[_CommandRank], requests: Sequence[tuple[int, float]]) -> Outcome:
     running = {asyncio.ensure_future(rank.run()) for rank in ranks}
     while running and not _failed(ranks):
         _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -313,7 +325,8 @@ async def _watch(ranks: Sequence[_CommandRank]) -> Outcome:
     for number in (signal.SIGTERM, signal.SIGKILL):
         running = {task for task in running if not task.done()}
         if running:
-            send(number)
+            for rank in ranks:
+                rank.send(number)
             await asyncio.wait(running, timeout=KILL_SECONDS)
     causes = [rank for rank in failed if not sounds_lost(rank.output)] or failed
     first = min(causes, key=lambda rank: rank.ended, default=None)
