@@ -51,3 +51,21 @@ def test_an_interrupt_while_a_dataclass_is_defined_keeps_the_status_of_the_comma
     with started([sys.executable, "-m", "interrupted", "--version"], env=environment) as process:
         said, _ = process.communicate()
     assert (process.returncode, said.split()[0]) == (0, "shardlab")
+
+
+INTERRUPTED_AT_THE_END = """
+import atexit, runpy, signal, sys
+sys.argv = ["shardlab", "strategies"]
+import shardlab
+atexit.register(signal.raise_signal, signal.SIGINT)
+runpy.run_module("shardlab", run_name="__main__", alter_sys=True)
+"""
+"""Module that is interrupted while Python ends the process, after the command."""
+
+
+def test_ctrl_c_after_the_end_of_the_command_keeps_its_status_and_prints_nothing(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED_AT_THE_END)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src")))}
+    with started([sys.executable, "-m", "interrupted"], env=environment) as process:
+        said, errors = process.communicate()
+    assert (process.returncode, "fsdp" in said, errors) == (0, True, "")

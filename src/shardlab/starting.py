@@ -1,7 +1,8 @@
-"""Messages while the command is being loaded, which takes half a second, or many seconds on a busy machine.
+"""Ctrl-C and messages while the command is being loaded, and after its end.
 
-Ctrl-C prints one line and ends the process. In a terminal, a line says after one second that the command is being
-loaded. It is erased when the command starts.
+Loading takes half a second, or many seconds on a busy machine. Ctrl-C prints one line and ends the process. In a
+terminal, a line says after one second that the command is being loaded. It is erased when the command starts. Python
+takes up to two seconds to end a process that has imported torch. Ctrl-C then ends it at once.
 """
 
 from __future__ import annotations
@@ -36,11 +37,18 @@ def leave(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
+def is_command() -> bool:
+    """Return whether this process runs the command, rather than a script, a notebook or a child of the command."""
+    word = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return word in ("shardlab", "-m") and "multiprocessing.spawn" not in sys.modules
+
+
+_runs_command = is_command()  # while shardlab is imported, since `python -m` changes sys.argv[0] after that
+
+
 def leave_when_interrupted() -> None:
     """Call `leave` on Ctrl-C, if this process runs the command and no other handler is set."""
-    word = os.path.basename(sys.argv[0]) if sys.argv else ""
-    is_command = word in ("shardlab", "-m") and "multiprocessing.spawn" not in sys.modules  # not a child of it
-    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
         if os.isatty(2) and "JPY_PARENT_PID" not in os.environ:  # a cell of a notebook is no terminal
             _notice.start()
@@ -54,3 +62,12 @@ def loaded() -> None:
         _shown.clear()
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ended(status: int) -> None:
+    """Let Ctrl-C end this process at once with a status, if it runs the command and no other handler is set.
+
+    Otherwise, Python would print a traceback if Ctrl-C is pressed while it ends the process.
+    """
+    if _runs_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(status))

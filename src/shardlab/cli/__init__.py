@@ -54,7 +54,7 @@ from shardlab.cli.verify import Verify
 from shardlab.cli.view.command import View
 from shardlab.common.user_code import trace_limits
 from shardlab.language import Refused, UserError
-from shardlab.starting import INTERRUPTED, loaded
+from shardlab.starting import INTERRUPTED, ended, loaded
 from shardlab.strategies import STRATEGIES
 from shardlab.train.launch.interrupt import ignore_errors
 
@@ -117,8 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
         print(f"shardlab {_version()}")
         return 0
-    with contextlib.redirect_stderr(ignore_errors(sys.stderr)):
-        return _run(argv)
+    status = INTERRUPTED
+    try:
+        with contextlib.redirect_stderr(ignore_errors(sys.stderr)):
+            status = _run(argv)
+    finally:
+        ended(status)
+    return status
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -139,6 +144,7 @@ def _run(argv: Sequence[str] | None) -> int:
             print_json({"refused": error.fields()})
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:  # an interrupt of ranks names its reason
+        ended(INTERRUPTED)  # a second Ctrl-C
         print(f"shardlab: interrupted{f' ({interrupt})' if str(interrupt) else ''}", file=sys.stderr)
         return INTERRUPTED
     except (ImportError, OSError, EOFError) as error:
