@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 390,
+    "": 395,
     "check": 2285,
-    "cli": 8360,
+    "cli": 8365,
     "common": 1000,
     "draw": 1740,
     "execute": 3740,
@@ -26,10 +26,10 @@ CODE_LINES = {
     "learn": 5780,
     "measure": 2150,
     "models": 4530,
-    "planner": 4085,
+    "planner": 4095,
     "simulate": 7420,
     "strategies": 2745,
-    "train": 8960,
+    "train": 8965,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 
