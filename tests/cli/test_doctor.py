@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from shardlab.cli import main
-from tests.support.processes import PATIENCE
+from tests.support.processes import PATIENCE, free_port
 from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.starts_ranks
@@ -39,8 +38,7 @@ def test_too_few_open_files_are_an_error_with_a_remedy() -> None:
 
 
 def test_ranks_that_do_not_meet_are_an_error_and_the_host_is_examined_all_the_same(warm: WarmStarts) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = warm.run(["-m", "shardlab", "doctor", "--timeout", "1", "--json"], env={**os.environ, **world})
     assert done.returncode == 1

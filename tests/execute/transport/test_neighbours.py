@@ -532,7 +532,7 @@ def test_a_rank_that_has_gone_is_noticed_at_once() -> None:
 
 def late(rank: int) -> None:
     """Rank 0 waits for what nobody sends."""
-    connect_neighbours(timedelta(seconds=0.2))
+    connect_neighbours(LIMIT, timedelta(seconds=0.2))
     try:
         if rank == 0:
             said = "Timed out waiting for rank 1: nothing arrived within 0.2 s"

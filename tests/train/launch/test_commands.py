@@ -71,8 +71,8 @@ def test_a_rank_without_rank_0_says_so_in_time_and_why(lines: list[str]) -> None
 
 def test_a_port_that_is_only_tried_is_not_taken_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardlab.train.launch.commands.CLOSE_SECONDS", PATIENCE)
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        port = server.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as server, ThreadPoolExecutor(1) as pool:
         waits = pool.submit(RankExchange, place(1, port), SHORT)
         server.accept()[0].close()
         server.close()

@@ -411,7 +411,7 @@ def _agent_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
 
 def _rank_0_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
     if environment.rank == 0:
-        wait = timedelta(seconds=limit)
+        wait = timedelta(seconds=max(limit, ANSWER_SECONDS))  # for its own store, which others need not reach
         try:
             return dist.TCPStore(environment.address, environment.port, None, True, wait, wait_for_workers=False)
         except dist.DistNetworkError as error:
