@@ -44,7 +44,7 @@ def test_a_box_of_communication_has_letters_and_a_pass_is_an_op() -> None:
 def test_saved_values_belong_to_autograd() -> None:
     for kind in OpKind:
         assert kind.row.keeps is None or kind.row.keeps in AUTOGRAD_KINDS
-        assert kind.row.saved < min(kind.row.inputs, default=0)
+        assert kind.row.saved_input < min(kind.row.inputs, default=0)
 
 
 def test_collectives_are_of_groups_and_messages_of_two() -> None:

@@ -300,7 +300,7 @@ class ValueNumbering:
             live[outputs[0]] = number
             return
         what += (specs[inputs[0]][1], *[specs[number][0] for number in inputs])
-        if kind is OpKind.ATTEND_BACKWARD or (kind.row.saved >= 0 and layer in self._atomic):
+        if kind is OpKind.ATTEND_BACKWARD or (kind.row.saved_input >= 0 and layer in self._atomic):
             what += (rank, outputs[0])
         for number in outputs:
             live[number] = self.numbers.number_of((*what, specs[number][0]), given)

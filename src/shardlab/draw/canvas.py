@@ -89,14 +89,14 @@ PEAK = "#d55e00"
 Family = tuple[str, str]
 """Darkest and lightest shade of a pass (forward, backward, ...)."""
 
-SHADES: dict[Color, Family] = {name: (hue.drawn, hue.lightest) for name, hue in HUES.items() if hue.lightest}
+SHADES: dict[Color, Family] = {name: (hue.fill, hue.lightest) for name, hue in HUES.items() if hue.lightest}
 """Shades of the passes."""
 
 FORWARD, BACKWARD = SHADES["blue"], SHADES["orange"]
 
 BACKWARD_INPUT, BACKWARD_WEIGHT = SHADES["teal"], SHADES["green"]
 
-COLORS: dict[Color, str] = {name: hue.drawn for name, hue in HUES.items() if not hue.lightest}
+COLORS: dict[Color, str] = {name: hue.fill for name, hue in HUES.items() if not hue.lightest}
 """Colours of all other ops."""
 
 LOSS, OTHER = COLORS["brown"], COLORS["grey"]

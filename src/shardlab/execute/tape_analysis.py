@@ -66,7 +66,7 @@ class Analysis:
                 if self.specs[number].kind in AUTOGRAD_KINDS:
                     self.saved_of[op.inputs[0]].append(number)
         self.gradient_factor = {
-            op.inputs[op.kind.row.saved]: self.specs[op.inputs[1]].form.factor
+            op.inputs[op.kind.row.saved_input]: self.specs[op.inputs[1]].form.factor
             for op in self.tape
             if op.kind is OpKind.BACKWARD or op.kind is OpKind.BACKWARD_INPUT
         }

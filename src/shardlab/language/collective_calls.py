@@ -51,13 +51,13 @@ class Call(NamedTuple):
     reduction: Reduction = Reduction.SUM
 
     @property
-    def how(self) -> str:
+    def suffix(self) -> str:
         """Reduction and root as text, such as ` by mean with root 2`."""
         by = f" by {self.reduction.value}" if self.reduction is not SUM else ""
         return by + (f" with root {self.root}" if self.root >= 0 else "")
 
     def __str__(self) -> str:
-        return self.kind.value + self.how
+        return self.kind.value + self.suffix
 
 
 call_of = lru_cache(maxsize=1 << 10)(Call)
@@ -66,7 +66,7 @@ call_of = lru_cache(maxsize=1 << 10)(Call)
 
 def call_text(call: Call, spec: Spec | None) -> str:
     """Return a member's call with its input as text: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
-    return str(call) if spec is None else f"{call.kind.value}({spec}){call.how}"
+    return str(call) if spec is None else f"{call.kind.value}({spec}){call.suffix}"
 
 
 def require_valid_call(call: Call, ranks: Sequence[int]) -> None:
@@ -75,8 +75,8 @@ def require_valid_call(call: Call, ranks: Sequence[int]) -> None:
     if kind in ROOTED:
         if root not in ranks:
             names = ", ".join(map(str, ranks))
-            given = f"the root is rank {root}, but the group has the ranks {names}"
-            raise Refused("wrong root", kind.value, given, "name one of them")
+            fault = f"the root is rank {root}, but the group has the ranks {names}"
+            raise Refused("wrong root", kind.value, fault, "name one of them")
     elif root != -1:
         raise Refused("wrong root", kind.value, f"names root {root}, but it has none", "name no root")
     if reduction is not SUM and kind not in _REDUCES:
@@ -84,36 +84,36 @@ def require_valid_call(call: Call, ranks: Sequence[int]) -> None:
         raise Refused("no reduction", kind.value, f"is by {reduction.value}", remedy)
 
 
-def calls_match(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool:
+def calls_match(one: Call, spec: Spec | None, other: Call, other_spec: Spec | None) -> bool:
     """Return whether two members issue the same call with values of the same kind and layer.
 
     A member without a value (None) matches every value.
 
     Args:
-        one, gave: the call and the value of the first member.
-        other, gives: the call and the value of the second member.
+        one, spec: the call and the value of the first member.
+        other, other_spec: the call and the value of the second member.
     """
     if one != other:
         return False
-    if gave is None or gives is None or gave[0] is gives[0]:
+    if spec is None or other_spec is None or spec[0] is other_spec[0]:
         return True
-    return gave[0].kind is gives[0].kind and gave[0].layer == gives[0].layer
+    return spec[0].kind is other_spec[0].kind and spec[0].layer == other_spec[0].layer
 
 
-def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: int, met: str) -> Refused:
+def disagreement(call: Call, spec: Spec | None, group: Group, rank: int, op: int, first_text: str) -> Refused:
     """Return the refusal of a member's call that differs from the call of the first member to arrive.
 
     Args:
-        call, gives: the refused call, and the value that its member passes to it (None: no value).
-        rank, op, met: the first member's number, the index of its op, and the text of its call.
+        call, spec: the refused call, and the value that its member passes to it (None: no value).
+        rank, op, first_text: the first member's number, the index of its op, and the text of its call.
     """
-    about = About(f"{call_text(call, gives)} on {group}", -1 if gives is None else gives.layer)
-    given = (
-        f"rank {rank} meets it with {met} (its op {op}); all members of a group must issue its collectives in one "
-        "order, of one kind and for one layer"
+    about = About(f"{call_text(call, spec)} on {group}", -1 if spec is None else spec.layer)
+    fault = (
+        f"rank {rank} meets it with {first_text} (its op {op}); all members of a group must issue its "
+        "collectives in one order, of one kind and for one layer"
     )
     remedy = "issue the same collective there: look for an `if` or a loop that differs between these ranks"
-    return Refused("other order", about, given, remedy)
+    return Refused("other order", about, fault, remedy)
 
 
 def value_counts(call: Call, rank: int) -> tuple[int, int]:
@@ -129,7 +129,7 @@ def value_counts(call: Call, rank: int) -> tuple[int, int]:
     return int(is_root or kind not in ROOT_GIVES), int(is_root or kind not in ROOT_RECEIVES)
 
 
-def collective_results(call: Call, given: Specs, ranks: Sequence[int], rules: Rules) -> Specs:
+def collective_results(call: Call, inputs: Specs, ranks: Sequence[int], rules: Rules) -> Specs:
     """Derive the members' results from their inputs, both in group order.
 
     Raises:
@@ -138,7 +138,7 @@ def collective_results(call: Call, given: Specs, ranks: Sequence[int], rules: Ru
     kind, root, _ = call
     if kind is BARRIER:
         return [None] * len(ranks)
-    specs = [spec for spec in given if spec is not None]
+    specs = [spec for spec in inputs if spec is not None]
     if kind is BROADCAST:
         return [None if rank == root else specs[0] for rank in ranks]
     if kind is SCATTER:
@@ -147,12 +147,12 @@ def collective_results(call: Call, given: Specs, ranks: Sequence[int], rules: Ru
         first = specs[0]
         indices = rules.indices.get((first.kind, first.layer), ())
         return collectives.all_to_all(first.about(kind.row.name), specs, MemberNames(ranks), indices)
-    made = unite_members(call, specs, ranks)
+    combined = unite_members(call, specs, ranks)
     if kind is REDUCE_SCATTER:
-        return collectives.scatter(specs[0].about(kind.row.name), made, len(ranks))
+        return collectives.scatter(specs[0].about(kind.row.name), combined, len(ranks))
     if kind not in ROOT_RECEIVES:
-        return [made] * len(ranks)
-    return [made if rank == root else None for rank in ranks]
+        return [combined] * len(ranks)
+    return [combined if rank == root else None for rank in ranks]
 
 
 def unite_members(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
@@ -191,22 +191,22 @@ class MemberNames(Sequence[str]):
 
 def require_expected_value(call: Call, expected: ExpectedValue, spec: Spec) -> None:
     """Refuse a root's value that differs from the value expected by the receiving rank."""
-    got = ExpectedValue.of(spec)
-    if expected != got:
-        given = f"expected {expected}, but rank {call.root} gave {got}"
-        raise Refused("other message", About(str(call), expected.layer), given, "make both mean the same")
+    actual = ExpectedValue.of(spec)
+    if expected != actual:
+        fault = f"expected {expected}, but rank {call.root} gave {actual}"
+        raise Refused("other message", About(str(call), expected.layer), fault, "make both mean the same")
 
 
 def require_expected_message(source: int, expected: ExpectedValue, spec: Spec) -> None:
     """Refuse a message that differs from the one expected by the receive."""
-    got = ExpectedValue.of(spec)
-    if expected != got:
-        given = (
-            f"expected {expected}, but the next message on this channel is {got}; messages between two ranks arrive in "
-            "the order they were sent"
+    actual = ExpectedValue.of(spec)
+    if expected != actual:
+        fault = (
+            f"expected {expected}, but the next message on this channel is {actual}; messages between two ranks arrive "
+            "in the order they were sent"
         )
         remedy = f"make rank {source}'s sends and this rank's receives agree"
-        raise Refused("other message", About(f"recv from rank {source}", expected.layer), given, remedy)
+        raise Refused("other message", About(f"recv from rank {source}", expected.layer), fault, remedy)
 
 
 def _scattered(spec: Spec, parts: int) -> list[Spec]:
@@ -218,9 +218,9 @@ def _scattered(spec: Spec, parts: int) -> list[Spec]:
         remedy = "scatter weights, optimizer states, activations and their gradients"
         raise Refused("wrong kind", op, f"{spec} was given", remedy)
     microbatches, slices = list(bits(spec.microbatches)), spec.form.space.sequence
-    each, rest = divmod(len(microbatches), parts)
+    run_length, rest = divmod(len(microbatches), parts)
     if rest:
-        given = f"{spec} has {counted(len(microbatches), 'microbatch')}, no multiple of {parts}"
-        raise Refused("does not divide", op, given, "give each rank the same number of whole microbatches")
-    runs = [mask_of(microbatches[place * each : (place + 1) * each]) for place in range(parts)]
+        fault = f"{spec} has {counted(len(microbatches), 'microbatch')}, no multiple of {parts}"
+        raise Refused("does not divide", op, fault, "give each rank the same number of whole microbatches")
+    runs = [mask_of(microbatches[place * run_length : (place + 1) * run_length]) for place in range(parts)]
     return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]

@@ -62,7 +62,7 @@ NOT_CALLABLE = re.compile("'(.*)' object is not callable")
 class RefusingRank(Protocol):
     """The part of a rank that this module uses."""
 
-    def refuse(self, rule: Rule, about: str, given: str, remedy: str) -> NoReturn: ...
+    def refuse(self, rule: Rule, about: str, fault: str, remedy: str) -> NoReturn: ...
 
 
 def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]]) -> tuple[str, str]:
@@ -81,16 +81,16 @@ def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]
     name = str(error.name)
     if isinstance(error.obj, ValueMisuse):
         return f"{cast(Any, error.obj).spec} has no `{name}`", _instead_of_tensors(name)
-    meant = NAME_OF.get(name.lower())
+    equivalent = NAME_OF.get(name.lower())
     likeness = {
-        (other == meant, SequenceMatcher(None, name.lower(), other).ratio()): (noun, other)
+        (other == equivalent, SequenceMatcher(None, name.lower(), other).ratio()): (noun, other)
         for noun, names in families.items()
         for other in names
     }
-    near = max(likeness)
-    noun, nearest = likeness[near]
-    first, others = f"did you mean rank.{nearest}? Other", [each for each in families[noun] if each != nearest]
-    if near < (False, NEAR):
+    best_score = max(likeness)
+    noun, nearest = likeness[best_score]
+    first, others = f"did you mean rank.{nearest}? Other", [entry for entry in families[noun] if entry != nearest]
+    if best_score < (False, NEAR):
         first, noun, others = "the", "verbs", families["verbs"]
     return f"rank.{name} does not exist", f"{first} {noun} are {', '.join(others)}"
 
@@ -102,9 +102,9 @@ def remedy_of_type_error(error: TypeError, rank: RefusingRank) -> str:
     for pattern, remedy in WRONG_TYPES:
         if re.search(pattern, str(error)):
             return remedy
-    called = NOT_CALLABLE.fullmatch(str(error))
-    known = {name: type(value).__name__ for name, value in vars(rank).items() if name in ATTRIBUTES}
-    names = [f"rank.{name}" for name, type_name in known.items() if called and type_name == called[1]]
+    match = NOT_CALLABLE.fullmatch(str(error))
+    type_names = {name: type(value).__name__ for name, value in vars(rank).items() if name in ATTRIBUTES}
+    names = [f"rank.{name}" for name, type_name in type_names.items() if match and type_name == match[1]]
     return f"an attribute such as {' or '.join(names)} is read without parentheses" if names else ""
 
 
@@ -179,8 +179,8 @@ class ValueMisuse:
         __hash__ = object.__hash__
 
         def __await__(self) -> NoReturn:
-            given = f"{self.spec} is a value already, and only communication is awaited"
-            self.rank.refuse("awaited something else", "", given, "leave out `await`")
+            fault = f"{self.spec} is a value already, and only communication is awaited"
+            self.rank.refuse("awaited something else", "", fault, "leave out `await`")
 
 
 class HandleMisuse:

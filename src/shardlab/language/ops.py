@@ -80,7 +80,7 @@ class OpRow:
         combines: how the op combines several values into one (None: it does not).
         in_place: whether the op may overwrite its first input if no later op reads that input.
         ends: indices of the inputs that no later op may read: the op frees or overwrites them.
-        saved: index of the input that an earlier pass of the layer saved for this op (-1: none).
+        saved_input: index of the input that an earlier pass of the layer saved for this op (-1: none).
         keeps: kind of the value that the op may save for a later pass of the layer, as its last output (None: it saves
             none).
     """
@@ -100,7 +100,7 @@ class OpRow:
     combines: Combiner | None = None
     in_place: bool = False
     ends: tuple[int, ...] = ()
-    saved: int = -1
+    saved_input: int = -1
     keeps: Kind | None = None
 
     @property
@@ -137,11 +137,11 @@ class OpKind(Enum):
     FORWARD = OpRow("forward", (2, 3, 4), (1, 2, 3, 4), "F", "blue", part_of="forward", price=_EACH, keeps=_SAVED)
     RECOMPUTE = OpRow("recompute", (2,), (1,), "R", "light blue", hatch="////", part_of="backward", price=_EACH,
                     keeps=_SAVED)
-    BACKWARD = OpRow("backward", (4, 5, 6), (2, 3, 4), "B", "orange", part_of="backward", price=_EACH, saved=3)
+    BACKWARD = OpRow("backward", (4, 5, 6), (2, 3, 4), "B", "orange", part_of="backward", price=_EACH, saved_input=3)
     BACKWARD_INPUT = OpRow("backward_input", (4, 5, 6), (2, 3, 4), "I", "teal", word="backward: input gradient",
-                         part_of="backward", price=_EACH, saved=3, keeps=_HALF)
+                         part_of="backward", price=_EACH, saved_input=3, keeps=_HALF)
     BACKWARD_WEIGHT = OpRow("backward_weight", (3,), (1,), "W", "green", word="backward: weight gradient",
-                          part_of="backward_weight", price=_EACH, saved=2)
+                          part_of="backward_weight", price=_EACH, saved_input=2)
     ATTEND = OpRow("attend", (2,), (1,), "A", "blue", word="attention between slices", hatch="....", part_of="forward",
                  price=_EACH)
     ATTEND_BACKWARD = OpRow("attend_backward", (4,), (2,), "G", "orange", word="its backward", hatch="....",
@@ -200,13 +200,13 @@ class Hue(NamedTuple):
     """Colour of an op wherever it is shown.
 
     Attributes:
-        drawn: colour in a picture. A pass is drawn in shades, of which this is the darkest.
+        fill: colour in a picture. A pass is drawn in shades, of which this is the darkest.
         terminal: rich's name of the colour. Ops with the same terminal colour differ in their signs.
         lightest: the lightest shade of a pass.
         chrome: name of a colour in Chrome's viewer (catapult's color_scheme.html); "": the viewer chooses.
     """
 
-    drawn: str
+    fill: str
     terminal: str
     lightest: str = ""
     chrome: str = ""

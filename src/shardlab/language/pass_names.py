@@ -34,7 +34,7 @@ class OffloadTargets:
 
     def __str__(self) -> str:
         """Return the setting as it is written after the pass's name."""
-        return "+".join(f"{each.name}:{target}" for each in fields(self) if (target := getattr(self, each.name)))
+        return "+".join(f"{field.name}:{target}" for field in fields(self) if (target := getattr(self, field.name)))
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> OffloadTargets:
@@ -47,22 +47,22 @@ class OffloadTargets:
             UserError: for an unknown name or place, two places of one name, and for gradients on the disk, where they
                 cannot be added.
         """
-        kept = [field.name for field in fields(cls)]
-        found: dict[str, Place] = {}
-        for given in words:
-            name, equals, place = given.strip().partition("=")
+        names = [field.name for field in fields(cls)]
+        places: dict[str, Place] = {}
+        for word in words:
+            name, equals, place = word.strip().partition("=")
             if not equals:
-                raise UserError(f"cannot offload {given!r}; say what goes where, such as optimizer=host")
-            if name not in kept:
-                raise unknown_name("thing to offload", name, kept)
+                raise UserError(f"cannot offload {word!r}; say what goes where, such as optimizer=host")
+            if name not in names:
+                raise unknown_name("thing to offload", name, names)
             if place not in ("host", "disk"):
                 raise unknown_name("place to offload to", place, ("host", "disk"))
-            if name in found:
+            if name in places:
                 raise UserError(f"{name} is offloaded to two places; give one of them")
-            found[name] = "host" if place == "host" else "disk"
-        if found.get("gradients") == "disk":
+            places[name] = "host" if place == "host" else "disk"
+        if places.get("gradients") == "disk":
             raise UserError("gradients=disk was given, but nothing is added up on the disk; give gradients=host")
-        return cls(**found)
+        return cls(**places)
 
 
 TILE = "tile"
@@ -144,7 +144,7 @@ class NamedPass(NamedTuple):
 def named_passes(text: str) -> list[NamedPass]:
     """Parse a text into passes, in the order in which they run.
 
-    >>> [(each.name, each.setting) for each in named_passes("bucket=4, prefetch")]
+    >>> [(entry.name, entry.setting) for entry in named_passes("bucket=4, prefetch")]
     [('prefetch', None), ('bucket', 4)]
 
     Args:
@@ -158,28 +158,28 @@ def named_passes(text: str) -> list[NamedPass]:
     """
     if text == "none":
         return []
-    found: dict[str, NamedPass] = {}
-    for each in text.split(","):
-        name, equals, given = each.strip().partition("=")
+    passes: dict[str, NamedPass] = {}
+    for entry in text.split(","):
+        name, equals, value = entry.strip().partition("=")
         if name == "all" and not equals:
             others = (other for other in PASS_NAMES if other not in ONLY_NAMED)
-            found = {other: NamedPass(other, None, by_name=False) for other in others} | found
+            passes = {other: NamedPass(other, None, by_name=False) for other in others} | passes
             continue
         if name not in PASS_NAMES:
-            raise unknown_name("pass", name, [known for known in ("all", "none", *PASS_NAMES) if known != name])
-        means = PASS_NAMES[name]
+            raise unknown_name("pass", name, [option for option in ("all", "none", *PASS_NAMES) if option != name])
+        meaning = PASS_NAMES[name]
         if name == OFFLOAD:
-            found[name] = NamedPass(name, OffloadTargets.parse(given.replace(":", "=").split("+")))
+            passes[name] = NamedPass(name, OffloadTargets.parse(value.replace(":", "=").split("+")))
             continue
-        if name == TILE and not (given.isdecimal() and int(given) > 1):
-            raise UserError(f"the pass {name} was given {given!r}; it takes a whole number, 2 or more ({means})")
-        number, *but = given.split("~") if means == USES_AHEAD else [given]
-        if equals and not (means and number.isdecimal() and int(number) and all(map(str.isdecimal, but))):
-            takes = f"a whole number, 1 or more ({means})" if means else "no number"
-            raise UserError(f"the pass {name} was given {given!r}; it takes {takes}")
+        if name == TILE and not (value.isdecimal() and int(value) > 1):
+            raise UserError(f"the pass {name} was given {value!r}; it takes a whole number, 2 or more ({meaning})")
+        number, *but = value.split("~") if meaning == USES_AHEAD else [value]
+        if equals and not (meaning and number.isdecimal() and int(number) and all(map(str.isdecimal, but))):
+            accepted = f"a whole number, 1 or more ({meaning})" if meaning else "no number"
+            raise UserError(f"the pass {name} was given {value!r}; it takes {accepted}")
         setting = EarlyStart(int(number), frozenset(map(int, but))) if but else int(number) if equals else None
-        found[name] = NamedPass(name, setting if means else 1)
-    return [found[name] for name in PASS_NAMES if name in found]
+        passes[name] = NamedPass(name, setting if meaning else 1)
+    return [passes[name] for name in PASS_NAMES if name in passes]
 
 
 def tiles_of(passes: str) -> int:
@@ -188,7 +188,7 @@ def tiles_of(passes: str) -> int:
     >>> tiles_of("prefetch,tile=4"), tiles_of("all")
     (4, 1)
     """
-    settings = [each.setting for each in named_passes(passes) if each.name == TILE]
+    settings = [named_pass.setting for named_pass in named_passes(passes) if named_pass.name == TILE]
     return next((setting for setting in settings if isinstance(setting, int)), 1)
 
 
@@ -201,7 +201,7 @@ def needs_norm(passes: str) -> bool:
     >>> needs_norm("all"), needs_norm("prefetch,update-early")
     (True, False)
     """
-    return not any(each.by_name and each.name == "update-early" for each in named_passes(passes))
+    return not any(named_pass.by_name and named_pass.name == "update-early" for named_pass in named_passes(passes))
 
 
 def require_half_blocks(tiles: int, *, planned: bool) -> None:
@@ -235,8 +235,8 @@ def with_offload(passes: str | None, words: Iterable[str]) -> str:
     """
     words = list(words)
     OffloadTargets.parse(words)
-    others = [] if passes in (None, "none") else [each for each in passes.split(",") if not each.startswith(OFFLOAD)]
-    if not {"all", "copy-early"} & {each.strip().partition("=")[0] for each in others}:
+    others = [] if passes in (None, "none") else [entry for entry in passes.split(",") if not entry.startswith(OFFLOAD)]
+    if not {"all", "copy-early"} & {entry.strip().partition("=")[0] for entry in others}:
         others.append("copy-early")
     return ",".join([f"{OFFLOAD}={'+'.join(word.replace('=', ':') for word in words)}", *others])
 

@@ -32,8 +32,8 @@ class Precision:
         state: dtype of each of the optimizer's moments, and of its copy of the parameters.
         copy: whether the optimizer keeps a copy of the parameters, from which the weights are rounded. An update then
             does not read the weights.
-        optimizer: bytes of the optimizer's state per parameter, including the copy: AdamW's, unless `under` has set
-            those of another optimizer.
+        optimizer: bytes of the optimizer's state per parameter, including the copy: AdamW's, unless `with_optimizer`
+            has set those of another optimizer.
         source: where the precision is described.
         instead: name of the precision to train in, if this one is only for predictions ("": this one can train).
     """
@@ -69,7 +69,7 @@ class Precision:
         """Return the bytes of one element. An optimizer state counts two elements per parameter."""
         return self.optimizer // 2 if kind is Kind.OPT_STATE else int(bytes_of(self.dtype(kind)))
 
-    def under(self, optimizer: Optimizer, *, ema: bool = False) -> Precision:
+    def with_optimizer(self, optimizer: Optimizer, *, ema: bool = False) -> Precision:
         """Return this precision with an optimizer's bytes of state per parameter (Muon: per parameter of a matrix).
 
         Args:
@@ -86,8 +86,8 @@ class Precision:
         if bytes_of(self.parameters) != 2:
             return self
         name = self.name.removesuffix(WIDE) + WIDE * (bytes == 4)
-        made = replace(self, name=name, gradients="float32" if bytes == 4 else self.parameters)
-        return PRECISIONS.get(name, made)
+        precision = replace(self, name=name, gradients="float32" if bytes == 4 else self.parameters)
+        return PRECISIONS.get(name, precision)
 
     @property
     def parameters_in_copy(self) -> Precision:
@@ -104,13 +104,15 @@ class Precision:
             ema: whether the state includes the moving average of the parameters.
             clips: whether the optimizer clips the norm of the model's gradient.
         """
-        mine = self.under(optimizer, ema=ema)
-        states, each = sizes.opt_states, {kind: mine.bytes(kind) for kind in Kind}
+        precision = self.with_optimizer(optimizer, ema=ema)
+        states, element_bytes = sizes.opt_states, {kind: precision.bytes(kind) for kind in Kind}
         if optimizer == "muon":  # counted in elements of the state's dtype
-            each[Kind.OPT_STATE] = number = int(bytes_of(self.state))
+            element_bytes[Kind.OPT_STATE] = number = int(bytes_of(self.state))
             pairs = zip(sizes.weights, sizes.matrices, strict=True)
-            states = tuple(mine.optimizer * weight // number + weight - matrices for weight, matrices in pairs)
-        return replace(sizes, opt_states=states, element_bytes=each, whole_matrices=optimizer == "muon", clips=clips)
+            states = tuple(precision.optimizer * weight // number + weight - matrices for weight, matrices in pairs)
+        return replace(
+            sizes, opt_states=states, element_bytes=element_bytes, whole_matrices=optimizer == "muon", clips=clips
+        )
 
     @property
     def scaled(self) -> bool:

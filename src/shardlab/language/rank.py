@@ -55,8 +55,8 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         super().__init__(index, world)
         self.weighted_layers = [layer for layer in self.layers if self.sizes.weight_of(layer) == layer]
         self.signatures = self.sizes.signatures
-        own = self.weighted_layers
-        self.weights = Store(self, Kind.WEIGHT, {l: self.weight_of(l) for l in self.layers if l not in own})
+        weighted_layers = self.weighted_layers
+        self.weights = Store(self, Kind.WEIGHT, {l: self.weight_of(l) for l in self.layers if l not in weighted_layers})
         self.opt_states = Store(self, Kind.OPT_STATE)
         self.activations = Store(self, Kind.ACTIVATION)
         self.grad_activations = Store(self, Kind.GRAD_ACTIVATION)
@@ -97,20 +97,20 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         """
         for store in self._stores.values():
             if (other := getattr(self, store.name)) is not store:
-                given = f"the program replaced rank.{store.name} by an object of type {type(other).__name__}"
-                self.refuse("wrong store", "", given, f"a store stays, write rank.{store.name}[key] = value")
+                fault = f"the program replaced rank.{store.name} by an object of type {type(other).__name__}"
+                self.refuse("wrong store", "", fault, f"a store stays, write rank.{store.name}[key] = value")
 
     def _families(self) -> dict[str, list[str]]:
         """Return the names of the rank's attributes by family, in the order of their definition."""
         classes = [base for base in reversed(type(self).__mro__) if base is not object]
-        methods = dict.fromkeys(each for base in classes for each in vars(base) if callable(getattr(base, each)))
+        methods = dict.fromkeys(name for base in classes for name in vars(base) if callable(getattr(base, name)))
         families = {
             "verbs": list(methods),
             "stores": [store.name for store in self._stores.values()],
-            "attributes": [each for each, value in vars(self).items() if not isinstance(value, Store)],
+            "attributes": [name for name, value in vars(self).items() if not isinstance(value, Store)],
         }
         return {
-            family: [each for each in names if not each.startswith("_") and each not in MACHINERY]
+            family: [name for name in names if not name.startswith("_") and name not in MACHINERY]
             for family, names in families.items()
         }
 
@@ -177,14 +177,14 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
     def _divide(self, numbers: range, noun: str, axis: str | None) -> range:
         """Return this rank's part of some numbers, divided evenly among the ranks along an axis."""
         ranks = self.group(axis).ranks
-        each, rest = divmod(len(numbers), len(ranks))
+        part_length, rest = divmod(len(numbers), len(ranks))
         if rest:
             do = "does" if len(numbers) == 1 else "do"
-            named = axis is not None or len(self.mesh.used) < 2
-            along = "" if named else f", or name one of the axes {', '.join(self.mesh.used)}"
+            axis_is_settled = axis is not None or len(self.mesh.used) < 2
+            along = "" if axis_is_settled else f", or name one of the axes {', '.join(self.mesh.used)}"
             raise UserError(
                 f"{counted(len(numbers), noun)} {do} not divide among {len(ranks)} ranks; give a multiple of "
                 f"{counted(len(ranks), noun)}{along}{at_line(line_now())}"
             )
         place = ranks.index(self.index)
-        return numbers[place * each : (place + 1) * each]
+        return numbers[place * part_length : (place + 1) * part_length]

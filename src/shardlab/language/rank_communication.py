@@ -103,12 +103,12 @@ class CommunicationVerbs(Tracer):
             remedy = "send and receive in it, or end its block first"
             self.refuse("batch of messages", "exchange", "a batch of messages is open", remedy)
         self._batches += 1
-        sent = self._send("exchange", value, to, self._batches - 1)
-        received = self._recv(source, expect, self._batches - 1)
-        received.others = (sent,)
-        self._world.channels.deliver(sent)
-        self._world.channels.deliver(received)
-        return received
+        send_handle = self._send("exchange", value, to, self._batches - 1)
+        recv_handle = self._recv(source, expect, self._batches - 1)
+        recv_handle.others = (send_handle,)
+        self._world.channels.deliver(send_handle)
+        self._world.channels.deliver(recv_handle)
+        return recv_handle
 
     @contextmanager
     def batch_p2p(self) -> Generator[None, None, None]:
@@ -119,21 +119,21 @@ class CommunicationVerbs(Tracer):
         """
         if self._batch >= 0:
             self.refuse("batch of messages", "batch_p2p", "a batch of messages is open already", "end its block first")
-        self._batch_start, first = len(self.ops), self.handles
+        self._batch_start, first_handle = len(self.ops), self.handles
         self._batch, self._batches = self._batches, self._batches + 1
         try:
             yield
         finally:
             batch, self._batch = self._batch, -1
         start = self._batch_start
-        done = self.ops[start:]
-        stray = next((op for op in done if op.batch != batch and op.kind in _OUTSIDE_BATCHES), None)
+        block_ops = self.ops[start:]
+        stray = next((op for op in block_ops if op.batch != batch and op.kind in _OUTSIDE_BATCHES), None)
         if stray is not None:
-            given = f"{stray} is in a batch of messages, which are issued at the end of its block"
-            self.refuse("batch of messages", "batch_p2p", given, "put it before or after the block")
-        messages = [op for op in done if op.batch == batch]
-        self.ops[start:] = [*(op for op in done if op.batch != batch), *messages]
-        issued = [self._outstanding[number] for number in range(first, self.handles)]
+            fault = f"{stray} is in a batch of messages, which are issued at the end of its block"
+            self.refuse("batch of messages", "batch_p2p", fault, "put it before or after the block")
+        messages = [op for op in block_ops if op.batch == batch]
+        self.ops[start:] = [*(op for op in block_ops if op.batch != batch), *messages]
+        issued = [self._outstanding[number] for number in range(first_handle, self.handles)]
         for handle, at in zip(issued, range(len(self.ops) - len(messages), len(self.ops)), strict=True):
             handle.op = at
             handle.others = tuple([other for other in issued if other is not handle])
@@ -308,9 +308,9 @@ class CommunicationVerbs(Tracer):
         if not isinstance(peer, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' programs are not checked
             self.refuse("unknown rank", f"{op} {peer!r}", "this is no rank", "a rank is named by its number, give that")
         if peer == self.index or not 0 <= peer < self.world:
-            why = "that is this rank itself" if peer == self.index else "it does not exist"
+            fault = "that is this rank itself" if peer == self.index else "it does not exist"
             remedy = f"the world has ranks 0-{self.world - 1}, name another of these"
-            self.refuse("unknown rank", f"{op} rank {peer}", why, remedy)
+            self.refuse("unknown rank", f"{op} rank {peer}", fault, remedy)
 
     def _collective(
         self, call: Call, value: Value | None, group: Group, expect: ExpectedValue | None = None
@@ -343,8 +343,8 @@ class CommunicationVerbs(Tracer):
             remedy = "give one, the root's is what the others get"
             self.refuse("wrong root", str(call), "no value was given", remedy)
         if not is_root and value is not None:
-            given = f"rank {self.index} gives a value, but only the root does"
-            self.refuse("wrong root", str(call), given, "give None on the others")
+            fault = f"rank {self.index} gives a value, but only the root does"
+            self.refuse("wrong root", str(call), fault, "give None on the others")
         message = None if expect is None or is_root else self._message(call.kind.value, expect)
         return self._collective(call, value, group, message)
 
@@ -357,18 +357,18 @@ class CommunicationVerbs(Tracer):
 
     def _members(self, op: str, axis: str | None, ranks: Sequence[int] | None) -> Group:
         """Return the group along an axis, or the group of some of its ranks."""
-        along = self.group(axis)
+        group = self.group(axis)
         if ranks is None:
-            return along
+            return group
         try:
-            named = tuple(ranks)
+            members = tuple(ranks)
         except TypeError:
-            named = ()
-        if not set(named) <= set(along.ranks) or self.index not in named or len(set(named)) < len(named):
-            others = f"0-{self.world - 1}" if axis is None else f"{', '.join(map(str, along.ranks))}, along {axis}"
+            members = ()
+        if not set(members) <= set(group.ranks) or self.index not in members or len(set(members)) < len(members):
+            others = f"0-{self.world - 1}" if axis is None else f"{', '.join(map(str, group.ranks))}, along {axis}"
             remedy = f"name rank {self.index} itself and others of {others}, each once"
             self.refuse("unknown group", op, f"among={ranks!r} was given", remedy)
-        return group_among(named) if axis is None else group_of(axis, named)
+        return group_among(members) if axis is None else group_of(axis, members)
 
     def _refuse_elsewhere(self, verb: str, spec: Spec) -> None:
         """Refuse to communicate a value that is not on the device."""

@@ -68,31 +68,31 @@ class ComputeVerbs(Tracer):
                 together, and for an input that is a term of a sum.
         """
         self._check_layer("forward", layer)
-        read = inputs if isinstance(inputs, tuple) else (inputs,)
+        operands = inputs if isinstance(inputs, tuple) else (inputs,)
         rules = self._rules.layers[layer]
-        dealt = None if part is None else self._expert_part(layer, part)
+        experts = None if part is None else self._expert_part(layer, part)
         try:
-            specs = self._read_all(read, "forward", layer)
-            made, saved = rules.forward(specs, self._read(weight, "forward", layer), "forward", dealt)
+            specs = self._read_all(operands, "forward", layer)
+            output_specs, saved_spec = rules.forward(specs, self._read(weight, "forward", layer), "forward", experts)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        first, start = read[0], len(self._values)
-        outputs = self._make_all(made)
+        first_input, start = operands[0], len(self._values)
+        outputs = self._make_all(output_specs)
         if save:
-            if first.saved is None:
-                first.saved = {}
-            first.saved[saved[0]] = len(self._values)
-            self._values.append(saved)
-        given = (first.number, weight.number)
-        if len(read) > 1:
-            given += tuple([value.number for value in read[1:]])
-        self.ops.append(compute_op(FORWARD, layer, given, tuple(range(start, len(self._values))), dealt))
-        self._done_with(weight, *read)
-        if read is inputs:
+            if first_input.saved_values is None:
+                first_input.saved_values = {}
+            first_input.saved_values[saved_spec[0]] = len(self._values)
+            self._values.append(saved_spec)
+        numbers = (first_input.number, weight.number)
+        if len(operands) > 1:
+            numbers += tuple([value.number for value in operands[1:]])
+        self.ops.append(compute_op(FORWARD, layer, numbers, tuple(range(start, len(self._values))), experts))
+        self._done_with(weight, *operands)
+        if operands is inputs:
             return tuple(outputs)
         if len(outputs) > 1:
-            given = f"this layer makes {len(outputs)} values"
-            self.refuse("wrong number", about_layer("forward", layer), given, "give its inputs as a tuple")
+            fault = f"this layer makes {len(outputs)} values"
+            self.refuse("wrong number", about_layer("forward", layer), fault, "give its inputs as a tuple")
         return outputs[0]
 
     @overload
@@ -118,11 +118,11 @@ class ComputeVerbs(Tracer):
             Refused: when no forward pass came before or it used other slices of the weight; for a stale or incomplete
                 weight; and for a gradient of other microbatches or another layer, or one that is a term of a sum.
         """
-        made, _, inputs, read = self._backward("backward", layer, activation, gradients, weight)
+        specs, _, inputs, operands = self._backward("backward", layer, activation, gradients, weight)
         start = len(self._values)
-        outputs = tuple(self._make_all(made))
+        outputs = tuple(self._make_all(specs))
         self.ops.append(compute_op(BACKWARD, layer, inputs, tuple(range(start, len(self._values)))))
-        self._done_with(*read)
+        self._done_with(*operands)
         return outputs
 
     @overload
@@ -145,13 +145,13 @@ class ComputeVerbs(Tracer):
         Raises:
             Refused: as `backward` does.
         """
-        made, follows, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
+        specs, result, inputs, operands = self._backward("backward_input", layer, activation, gradients, weight)
         start = len(self._values)
-        outputs = self._make_all(made[1:])
+        outputs = self._make_all(specs[1:])
         activation.saved_for_weight = len(self._values)
-        self._values.append(Spec(follows.half, activation.spec[1]))
+        self._values.append(Spec(result.half, activation.spec[1]))
         self.ops.append(compute_op(BACKWARD_INPUT, layer, inputs, tuple(range(start, len(self._values)))))
-        self._done_with(*read)
+        self._done_with(*operands)
         return tuple(outputs) if isinstance(gradients, tuple) else outputs[0]
 
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
@@ -166,18 +166,18 @@ class ComputeVerbs(Tracer):
         """
         verb = "backward_weight"
         self._check_layer(verb, layer)
-        spec, given = self._read(activation, verb, layer), self._read(gradient, verb, layer)
+        activation_spec, grad_spec = self._read(activation, verb, layer), self._read(gradient, verb, layer)
         half = activation.saved_for_weight
         if half < 0:
-            given = f"no backward_input has come before it for {activation.spec}"
-            self.refuse("no forward", about_layer(verb, layer), given, "call it first: it saves the input of this half")
-        saved = self._values[half]
-        assert isinstance(saved, Spec), "what layers keep is known by its spec alone"
+            fault = f"no backward_input has come before it for {activation.spec}"
+            self.refuse("no forward", about_layer(verb, layer), fault, "call it first: it saves the input of this half")
+        half_spec = self._values[half]
+        assert isinstance(half_spec, Spec), "what layers keep is known by its spec alone"
         try:
-            made = self._rules.layers[layer].backward_weight(spec, [given], saved)
+            output_spec = self._rules.layers[layer].backward_weight(activation_spec, [grad_spec], half_spec)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        grad_weight = self.make(made)
+        grad_weight = self.make(output_spec)
         activation.saved_for_weight = -1
         numbers = (activation.number, gradient.number, half)
         self.ops.append(compute_op(BACKWARD_WEIGHT, layer, numbers, (grad_weight.number,)))
@@ -214,17 +214,17 @@ class ComputeVerbs(Tracer):
         Raises:
             Refused: as `attend` does, and when `attention_output` is not complete or `gradient` is not its gradient.
         """
-        read = (queries, keys_values, attention_output, gradient)
+        operands = (queries, keys_values, attention_output, gradient)
         try:
-            q, kv, a, g = self._read_all(read, "attend_backward", layer)
+            q, kv, a, g = self._read_all(operands, "attend_backward", layer)
             specs = self._rules.attend_backward(layer, q, kv, a, g)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        made = self.make(specs[0]), self.make(specs[1])
-        numbers = tuple([value.number for value in read])
-        self.ops.append(compute_op(OpKind.ATTEND_BACKWARD, layer, numbers, (made[0].number, made[1].number)))
-        self._done_with(*read)
-        return made
+        grads = self.make(specs[0]), self.make(specs[1])
+        numbers = tuple([value.number for value in operands])
+        self.ops.append(compute_op(OpKind.ATTEND_BACKWARD, layer, numbers, (grads[0].number, grads[1].number)))
+        self._done_with(*operands)
+        return grads
 
     def loss(self, activation: Value, stats: Value | None = None) -> Value:
         """Compute the gradient of the loss with respect to the last activation.
@@ -239,8 +239,8 @@ class ComputeVerbs(Tracer):
         Raises:
             Refused: for another activation, for a term of a sum, and for slices without the statistics of all slices.
         """
-        read = (activation,) if stats is None else (activation, stats)
-        return self._compute(OpKind.LOSS, len(self.layers), read, optimizer_step.loss)
+        operands = (activation,) if stats is None else (activation, stats)
+        return self._compute(OpKind.LOSS, len(self.layers), operands, optimizer_step.loss)
 
     def loss_stats(self, logits: Value) -> Value:
         """Compute the statistics of a slice of the logits that the loss needs: three numbers a token.
@@ -261,11 +261,11 @@ class ComputeVerbs(Tracer):
             Refused: for values of different layers, kinds or slices, and when a contribution would be counted twice.
         """
         try:
-            made = arithmetic.add_two(self._read(a, "add"), self._read(b, "add"))
+            spec = arithmetic.add_two(self._read(a, "add"), self._read(b, "add"))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        self.ops.append(compute_op(ADD, made[0].layer, (a.number, b.number), (output.number,)))
+        output = self.make(spec)
+        self.ops.append(compute_op(ADD, spec[0].layer, (a.number, b.number), (output.number,)))
         self._done_with(a, b)
         return output
 
@@ -299,12 +299,12 @@ class ComputeVerbs(Tracer):
             Refused: as `update` does, and if the update needs no direction (see `wants_direction`).
         """
         self._check_layer("direction", layer)
-        read = (gradient, opt_state) if norm is None else (gradient, opt_state, norm)
+        operands = (gradient, opt_state) if norm is None else (gradient, opt_state, norm)
 
         def rule(layer: int, *specs: Spec) -> Spec:
             return self._rules.direction(layer, specs, self._world.trained)
 
-        return self._compute(OpKind.DIRECTION, layer, read, rule)
+        return self._compute(OpKind.DIRECTION, layer, operands, rule)
 
     def wants_direction(self, layer: int) -> bool:
         """Return whether `update` of a slice of this layer needs a direction, because Muon updates matrices whole."""
@@ -337,18 +337,18 @@ class ComputeVerbs(Tracer):
                 for a norm that lacks a part of the model, and for a slice of a matrix without its direction.
         """
         self._check_layer("update", layer)
-        read = (gradient, weight, opt_state, *(each for each in (norm, direction) if each is not None))
+        operands = (gradient, weight, opt_state, *(optional for optional in (norm, direction) if optional is not None))
         try:
-            specs = self._read_all(read, "update", layer)
-            made = self._rules.update(layer, specs, self._world.trained)
+            specs = self._read_all(operands, "update", layer)
+            new_specs = self._rules.update(layer, specs, self._world.trained)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         self._end_in_place(weight)
         self._end_in_place(opt_state)
-        new_weight, new_state = self.make(made[0]), self.make(made[1])
-        inputs = tuple([value.number for value in read])
+        new_weight, new_state = self.make(new_specs[0]), self.make(new_specs[1])
+        inputs = tuple([value.number for value in operands])
         self.ops.append(compute_op(UPDATE, layer, inputs, (new_weight.number, new_state.number)))
-        self._done_with(gradient, *read[3:])
+        self._done_with(gradient, *operands[3:])
         return new_weight, new_state
 
     def _expert_part(self, layer: int, part: Part) -> Holds:
@@ -359,8 +359,8 @@ class ComputeVerbs(Tracer):
         """
         number, of = part
         if not 0 <= number < of:
-            given = f"part {number} of {of} was asked for"
-            self.refuse("unknown slice", about_layer("forward", layer), given, "count parts from 0, below their number")
+            fault = f"part {number} of {of} was asked for"
+            self.refuse("unknown slice", about_layer("forward", layer), fault, "count parts from 0, below their number")
         return Holds(1 << number, of)
 
     def _backward(
@@ -373,41 +373,41 @@ class ComputeVerbs(Tracer):
             reads, and the values that the program passed.
         """
         self._check_layer(op, layer)
-        given = gradients if isinstance(gradients, tuple) else (gradients,)
+        output_grads = gradients if isinstance(gradients, tuple) else (gradients,)
         rules = self._rules.layers[layer]
         try:
-            spec, read = self._read(activation, op, layer), self._read(weight, op, layer)
-            made, follows = rules.backward(spec, self._read_all(given, op, layer), read, op)
+            spec, weight_spec = self._read(activation, op, layer), self._read(weight, op, layer)
+            specs, result = rules.backward(spec, self._read_all(output_grads, op, layer), weight_spec, op)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        if given[0] is gradients and len(made) > 2:
-            given = f"this layer read {len(made) - 1} values"
-            self.refuse("wrong number", about_layer(op, layer), given, "give the gradients as a tuple")
-        known = activation.saved or {}
-        saved = known.pop(follows.saved, -1)
-        if known and saved < 0:
-            given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
-            self.refuse("other forward", about_layer(op, layer), given, "give the slices of the forward pass")
-        if saved < 0:
+        if output_grads[0] is gradients and len(specs) > 2:
+            fault = f"this layer read {len(specs) - 1} values"
+            self.refuse("wrong number", about_layer(op, layer), fault, "give the gradients as a tuple")
+        saved_values = activation.saved_values or {}
+        saved_number = saved_values.pop(result.saved, -1)
+        if saved_values and saved_number < 0:
+            fault = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
+            self.refuse("other forward", about_layer(op, layer), fault, "give the slices of the forward pass")
+        if saved_number < 0:
             if not rules.layer.recomputed:
-                given = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
-                self.refuse("no forward", about_layer(op, layer), given, "call forward before it, with save=True")
-            saved = len(self._values)
-            self._values.append(Spec(follows.saved, spec.cells))
-            self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
-        numbers = (activation.number, given[0].number, weight.number, saved)
-        if len(given) > 1:
-            numbers += tuple([value.number for value in given[1:]])
-        return made, follows, numbers, (activation, weight, *given)
+                fault = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
+                self.refuse("no forward", about_layer(op, layer), fault, "call forward before it, with save=True")
+            saved_number = len(self._values)
+            self._values.append(Spec(result.saved, spec.cells))
+            self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved_number,)))
+        numbers = (activation.number, output_grads[0].number, weight.number, saved_number)
+        if len(output_grads) > 1:
+            numbers += tuple([value.number for value in output_grads[1:]])
+        return specs, result, numbers, (activation, weight, *output_grads)
 
-    def _compute(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
+    def _compute(self, kind: OpKind, layer: int, operands: Values, rule: Callable[..., Spec]) -> Value:
         """Record an op of a layer with one output, whose spec the rule derives from the inputs."""
         verb = kind.row.name
         try:
-            made = rule(layer, *self._read_all(read, verb, layer))
+            spec = rule(layer, *self._read_all(operands, verb, layer))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        self.ops.append(compute_op(kind, layer, tuple([value.number for value in read]), (output.number,)))
-        self._done_with(*read)
+        output = self.make(spec)
+        self.ops.append(compute_op(kind, layer, tuple([value.number for value in operands]), (output.number,)))
+        self._done_with(*operands)
         return output

@@ -25,8 +25,8 @@ class CopyHandle(Handle[Value]):
 
     __slots__ = ()
 
-    def __init__(self, rank: Tracer, value: Value, made: Spec) -> None:
-        self._begin(rank, rank.make(made), value, ready=True)
+    def __init__(self, rank: Tracer, value: Value, spec: Spec) -> None:
+        self._begin(rank, rank.make(spec), value, ready=True)
 
     def waits_for(self) -> Wait:
         raise AssertionError("a copy is ready at once")
@@ -103,11 +103,11 @@ class ValueVerbs(Tracer):
         count = self._rules.space.sequence
         cells = holds.refined(total * count)
         if slices is not None:
-            chosen = list(slices)
-            if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= s < count for s in chosen):
+            indices = list(slices)
+            if not indices or len(set(indices)) < len(indices) or not all(0 <= s < count for s in indices):
                 remedy = f"give one or more of the slices 0-{count - 1}, each once"
-                self.refuse("unknown slice", "load_batch", f"{numbers}, {chosen} was given", remedy)
-            holds = cells = Holds(mask_of(m * count + s for m in numbers for s in chosen), total * count)
+                self.refuse("unknown slice", "load_batch", f"{numbers}, {indices} was given", remedy)
+            holds = cells = Holds(mask_of(m * count + s for m in numbers for s in indices), total * count)
         value = self.make(Spec(form_of(Kind.ACTIVATION, 0, 0, self._rules.space, WHOLE), cells.mask))
         self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))
         return value
@@ -143,14 +143,14 @@ class ValueVerbs(Tracer):
         """
         spec = self._read(value, "slice")
         if index.__class__ is not int or of.__class__ is not int:
-            given = f"slice {argument_text(index)} of {argument_text(of)} was asked for"
-            self.refuse("unknown slice", spec.about("slice"), given, "give whole numbers")
+            fault = f"slice {argument_text(index)} of {argument_text(of)} was asked for"
+            self.refuse("unknown slice", spec.about("slice"), fault, "give whole numbers")
         try:
-            made = collectives.slice_of(spec, index, of)
+            part = collectives.slice_of(spec, index, of)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        self.ops.append(Op(OpKind.SLICE, made.layer, (value.number,), (output.number,), holds=Holds(1 << index, of)))
+        output = self.make(part)
+        self.ops.append(Op(OpKind.SLICE, part.layer, (value.number,), (output.number,), holds=Holds(1 << index, of)))
         self._done_with(value)
         return output
 
@@ -248,22 +248,22 @@ class ValueVerbs(Tracer):
         """
         return self._copy(OpKind.RELOAD, value, refusals.reload)
 
-    def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int, place: str) -> Value:
+    def _load(self, kind: OpKind, value_kind: Kind, layer: int, shard: int, of: int, place: str) -> Value:
         name = kind.value
         holds = self._slice_of_weights(name, layer, shard, of)
-        key = (what, layer, holds)
-        if key in self._loaded:
-            given = f"the same slice was loaded by op {self._loaded[key]} already"
-            self.refuse("loaded twice", about_layer(name, layer), given, "load each slice once")
+        key = (value_kind, layer, holds)
+        if key in self._load_ops:
+            fault = f"the same slice was loaded by op {self._load_ops[key]} already"
+            self.refuse("loaded twice", about_layer(name, layer), fault, "load each slice once")
         if place:
             try:
                 require_place(about_layer(name, layer), place)
             except Refused as refusal:
                 raise refusal.at(self.index, len(self.ops)) from None
-        self._loaded[key] = len(self.ops)
-        if what is Kind.OPT_STATE:
+        self._load_ops[key] = len(self.ops)
+        if value_kind is Kind.OPT_STATE:
             self._world.trained |= self.sizes.layers_of_weight(layer)
-        value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds, place=place)))
+        value = self.make(Spec(form_of(value_kind, layer, 0, self._rules.space, holds, place=place)))
         self.ops.append(Op(kind, layer, (), (value.number,), holds=holds, place=place))
         return value
 
@@ -274,11 +274,11 @@ class ValueVerbs(Tracer):
         if self.sizes.weight_of(layer) != layer:
             self.refuse("tied weight", about, TIED_HEAD, TIED_HEAD_REMEDY)
         if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            given = f"shard {argument_text(shard)} of {argument_text(of)} was asked for"
-            self.refuse("unknown slice", about, given, "give whole numbers")
+            fault = f"shard {argument_text(shard)} of {argument_text(of)} was asked for"
+            self.refuse("unknown slice", about, fault, "give whole numbers")
         if not 0 <= shard < of <= MOST_SLICES:
-            given = f"shard {number_text(shard)} of {number_text(of)} does not exist"
-            self.refuse("unknown slice", about, given, collectives.numbering_of_parts("shard", of, MOST_SLICES))
+            fault = f"shard {number_text(shard)} of {number_text(of)} does not exist"
+            self.refuse("unknown slice", about, fault, collectives.numbering_of_parts("shard", of, MOST_SLICES))
         return Holds(1 << shard, of)
 
     def _record(self, values: Sequence[Value], kind: OpKind, rule: Callable[[], Spec], **fields: Any) -> Value:
@@ -288,12 +288,12 @@ class ValueVerbs(Tracer):
             fields: further fields of the op.
         """
         try:
-            made = rule()
+            spec = rule()
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        read = tuple([value.number for value in values])
-        self.ops.append(Op(kind, made.layer, read, (output.number,), **fields))
+        output = self.make(spec)
+        inputs = tuple([value.number for value in values])
+        self.ops.append(Op(kind, spec.layer, inputs, (output.number,), **fields))
         self._done_with(*values)
         return output
 
@@ -301,10 +301,10 @@ class ValueVerbs(Tracer):
         """Issue a copy to or from the device."""
         spec = self._read(value, kind.value)
         try:
-            made = rule(spec)
+            copy_spec = rule(spec)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        handle = CopyHandle(self, value, made)
+        handle = CopyHandle(self, value, copy_spec)
         op = Op(kind, spec.layer, (value.number,), (handle.result.number,), handle.number, place=to)
         self._issue(op, handle, value)
         return handle

@@ -37,8 +37,8 @@ class CollectiveHandle(Handle[Value | None]):
     def __init__(
         self, rank: TracedRank, call: Call, value: Value | None, group: Group, arrived: dict[int, CollectiveHandle]
     ) -> None:
-        _, made = collective_calls.value_counts(call, rank.index)
-        result = rank.make(IN_FLIGHT) if made else value if call[0] is BROADCAST else None
+        _, output_count = collective_calls.value_counts(call, rank.index)
+        result = rank.make(IN_FLIGHT) if output_count else value if call[0] is BROADCAST else None
         self._begin(rank, result, value)
         self.call = call
         self.spec = None if value is None else value.spec
@@ -157,18 +157,18 @@ class Channels:
         queue = posted.queue
         if not queue.open or len(queue.open[0]) < 2:
             return
-        sent: SendHandle
-        handle: RecvHandle
-        sent, handle = queue.pop_complete()
-        spec = sent.spec
-        rank = handle.rank
+        send_handle: SendHandle
+        recv_handle: RecvHandle
+        send_handle, recv_handle = queue.pop_complete()
+        spec = send_handle.spec
+        rank = recv_handle.rank
         message = ExpectedValue.of(spec)
-        if handle.expect is None:
-            rank.ops[handle.op] = rank.ops[handle.op]._replace(layer=spec.layer, expect=message)
-        elif handle.expect != message:
+        if recv_handle.expect is None:
+            rank.ops[recv_handle.op] = rank.ops[recv_handle.op]._replace(layer=spec.layer, expect=message)
+        elif recv_handle.expect != message:
             try:
-                collective_calls.require_expected_message(handle.source, handle.expect, spec)
+                collective_calls.require_expected_message(recv_handle.source, recv_handle.expect, spec)
             except Refused as refusal:
-                raise refusal.at(rank.index, handle.op) from None
-        handle.result.spec = spec
-        self._wake(handle)
+                raise refusal.at(rank.index, recv_handle.op) from None
+        recv_handle.result.spec = spec
+        self._wake(recv_handle)

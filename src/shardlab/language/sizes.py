@@ -176,8 +176,8 @@ class Sizes:
         """
         layers = expert_block_layers(blocks)
         norms = [l for l, layer in enumerate(layers) if layer.carries]
-        made = _puzzle_sizes(layers, (*norms[:-1:2], norms[-1]))
-        return replace(made, queries=ROWS, keys_values=2 * ROWS, routing=PUZZLE_LENGTH)
+        sizes = _puzzle_sizes(layers, (*norms[:-1:2], norms[-1]))
+        return replace(sizes, queries=ROWS, keys_values=2 * ROWS, routing=PUZZLE_LENGTH)
 
     def space(self, mesh: Mesh, microbatches: int) -> Space:
         """Return the numbers of pieces into which a mesh divides the values of a program.
@@ -238,24 +238,24 @@ class Sizes:
             pieces = spec.pieces(self.scores_index).bit_count()
             return -(-self.stats * pieces * spec.cells.bit_count() // space.sequence)
         if kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
-            each = self.residual
+            per_microbatch = self.residual
         elif kind is Kind.ROUTING or kind is Kind.GRAD_ROUTING:
-            each = self.routing
+            per_microbatch = self.routing
         elif kind is Kind.QUERIES or kind is Kind.GRAD_QUERIES:
-            each = self.queries
+            per_microbatch = self.queries
         elif kind is Kind.KEYS_VALUES or kind is Kind.GRAD_KEYS_VALUES:
-            each = self.keys_values
+            per_microbatch = self.keys_values
         elif kind is Kind.SAVED:
-            each = self.saved[layer]
+            per_microbatch = self.saved[layer]
         elif kind is Kind.SAVED_FOR_WEIGHT:
-            each = (self.saved_for_weight or self.saved)[layer]
+            per_microbatch = (self.saved_for_weight or self.saved)[layer]
         else:
-            each = self.activations[layer]
-        elements, of = each * spec.cells.bit_count(), space.sequence
+            per_microbatch = self.activations[layer]
+        elements, divisor = per_microbatch * spec.cells.bit_count(), space.sequence
         for index, pieces in form.slices:
             elements *= pieces.bit_count()
-            of *= space.count(index)
-        return -(-elements // of)
+            divisor *= space.count(index)
+        return -(-elements // divisor)
 
 
 SQUARE, ROWS = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
@@ -342,7 +342,7 @@ def mixture_layers(blocks: int) -> tuple[Layer, ...]:
     later: LayerDefinition = ("non-expert", (_COMBINE, _ADD, _NORM, _DISPATCH), ())
     last: LayerDefinition = ("non-expert", (_COMBINE, _ADD, _NORM), ())
     experts: LayerDefinition = ("experts", (_EXPERTS,), ("expert",))
-    return build_layers([first, experts, *(each for _ in range(blocks - 1) for each in (later, experts)), last])
+    return build_layers([first, experts, *(layer for _ in range(blocks - 1) for layer in (later, experts)), last])
 
 
 def _layer_flops(layer: Layer, elements: int) -> float:
@@ -391,9 +391,9 @@ def _puzzle_sizes(
 
 def _between_norms(bodies: Sequence[LayerDefinition | list[LayerDefinition]]) -> list[LayerDefinition]:
     """Return layers with a norm before each except the first. A list of layers counts as one: it has no norm inside."""
-    found: list[LayerDefinition] = []
+    definitions: list[LayerDefinition] = []
     for number, body in enumerate(bodies):
         if number:
-            found.append(_FIRST_NORM if number == 1 else _LATER_NORM)
-        found += body if isinstance(body, list) else [body]
-    return found
+            definitions.append(_FIRST_NORM if number == 1 else _LATER_NORM)
+        definitions += body if isinstance(body, list) else [body]
+    return definitions

@@ -250,20 +250,20 @@ class Communication(NamedTuple):
 class ChannelQueue(Generic[Part]):
     """Queue of the incomplete communications of one channel, to which some rank has not issued its part yet."""
 
-    __slots__ = ("_done", "_issued", "_ranks", "open", "size")
+    __slots__ = ("_first_open", "_issued", "_ranks", "open", "size")
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
         self.size = len(ranks)
         self._issued = dict.fromkeys(ranks, 0)
-        self._done = 0
+        self._first_open = 0
         self.open: deque[dict[int, Part]] = deque()
 
     def join(self, rank: int) -> dict[int, Part]:
         """Return the issued parts of this rank's next communication, by rank. The caller adds this rank's part."""
         number = self._issued[rank]
         self._issued[rank] = number + 1
-        place = number - self._done
+        place = number - self._first_open
         if place == len(self.open):
             arrived: dict[int, Part] = {}
             self.open.append(arrived)
@@ -275,7 +275,7 @@ class ChannelQueue(Generic[Part]):
 
         Each rank's k-th part joins the k-th communication, so the first open one is always the first to be completed.
         """
-        self._done += 1
+        self._first_open += 1
         arrived = self.open.popleft()
         parts = [arrived[rank] for rank in self._ranks]
         arrived.clear()  # a part may refer to this dict
@@ -375,14 +375,14 @@ class OpTimes(NamedTuple):
     """Times of one op, in seconds of its process's clock. None if the step failed before that time.
 
     Attributes:
-        began: when the rank reached the op.
-        ended: when the rank went on to the next op; a communication had then been issued.
-        over: for a communication, when this rank's part was complete.
+        start: when the rank reached the op.
+        end: when the rank went on to the next op; a communication had then been issued.
+        completion: for a communication, when this rank's part was complete.
     """
 
-    began: float
-    ended: float | None
-    over: float | None = None
+    start: float
+    end: float | None
+    completion: float | None = None
 
 
 @dataclass

@@ -105,7 +105,7 @@ class Tracer(ABC):
         self._rules = world.rules
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
         self._values: list[Value | Spec] = []  # by number; a spec stands for a freed value and for what layers keep
-        self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # -> index of the op
+        self._load_ops: dict[tuple[Kind, int, Holds], int] = {}  # -> index of the op
         self._outstanding: dict[int, Handle[Any]] = {}
         self._batches = 0
         self._batch = -1  # number of the open batch of messages
@@ -114,9 +114,9 @@ class Tracer(ABC):
         # The next count is due at this number of values or handles. It costs one comparison an op.
         self._next_count = VALUES_PER_COUNT
 
-    def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn:
+    def refuse(self, rule: Rule, about: About | str, fault: str, remedy: str) -> NoReturn:
         """Raise `Refused` about the verb that the program calls."""
-        raise Refused(rule, about, given, remedy).at(self.index, len(self.ops))
+        raise Refused(rule, about, fault, remedy).at(self.index, len(self.ops))
 
     def group(self, axis: str | None = None) -> Group:
         """Return the ranks that this rank meets along an axis (None: all ranks).
@@ -153,18 +153,18 @@ class Tracer(ABC):
         Args:
             key: a layer, or a tuple of the layer and a microbatch.
         """
-        layer, *more = cast(tuple[Any, ...], key if isinstance(key, tuple) and key else (key,))
+        layer, *rest = cast(tuple[Any, ...], key if isinstance(key, tuple) and key else (key,))
         for handle in self._outstanding.values():
             op = self.ops[handle.op]
             if op.kind in COLLECTIVES and op.layer == layer and self._kind(op.inputs) is kind:
                 return f"{op} (op {handle.op}) brings such a value, await its handle and store the result"
-        for each in reversed(self._values):
-            spec = each if isinstance(each, Spec) else each.spec
+        for entry in reversed(self._values):
+            spec = entry if isinstance(entry, Spec) else entry.spec
             if (spec.kind, spec.layer) != (kind, layer):
                 continue
-            if more and spec is not each and spec.holds is not WHOLE:
+            if rest and spec is not entry and spec.holds is not WHOLE:
                 return ""  # the second part of the key may be a slice instead of a microbatch
-            if spec is each and (not more or (spec.holds is WHOLE and more[0] in bits(spec.microbatches))):
+            if spec is entry and (not rest or (spec.holds is WHOLE and rest[0] in bits(spec.microbatches))):
                 return f"{spec} was freed on this rank, keep it under this key until its last use"
         return ""
 
@@ -201,8 +201,8 @@ class Tracer(ABC):
         collective; otherwise it is `refusal` itself.
         """
         kinds = _RESULTS.get(refusal.rule, ())
-        before = self.ops[: refusal.op] if refusal.rank == self.index else ()
-        for at, op in reversed(list(enumerate(before))):
+        earlier_ops = self.ops[: refusal.op] if refusal.rank == self.index else ()
+        for at, op in reversed(list(enumerate(earlier_ops))):
             if op.kind not in COLLECTIVES or op.layer != refusal.layer or self._kind(op.inputs) not in kinds:
                 continue
             result = self._values[op.outputs[0]] if op.outputs else None
@@ -228,16 +228,16 @@ class Tracer(ABC):
             if not handle.waited:
                 self.emit_wait(handle)
         alive = [value for value in self._values if isinstance(value, Value) and value.alive]
-        kept: dict[Spec, Value] = {}
+        final_values: dict[Spec, Value] = {}
         for value in alive:
             spec = value.spec
-            at = self._loaded.get((spec.kind, spec.layer, spec.holds))
-            loaded = at is not None and self.ops[at].place == spec.form.place
+            load_op = self._load_ops.get((spec.kind, spec.layer, spec.holds))
+            in_loaded_place = load_op is not None and self.ops[load_op].place == spec.form.place
             final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
-            if value.keys and final and loaded:
-                kept.setdefault(spec, value)
+            if value.keys and final and in_loaded_place:
+                final_values.setdefault(spec, value)
         for value in alive:
-            if kept.get(value.spec) is not value:
+            if final_values.get(value.spec) is not value:
                 if value.spec.kind is Kind.GRAD_ACTIVATION and not value.keys and not value.reading:
                     self._free_unused(value)
                 else:
@@ -273,14 +273,14 @@ class Tracer(ABC):
     def _make_all(self, specs: Sequence[Spec]) -> list[Value]:
         """Make new values, as `make` does, without a call for each."""
         values = self._values
-        made: list[Value] = []
+        new_values: list[Value] = []
         for spec in specs:
             value = new_value(self, len(values), spec)
             values.append(value)
-            made.append(value)
+            new_values.append(value)
         if len(values) > self._next_count:
             self._count_ops()
-        return made
+        return new_values
 
     def _count_ops(self) -> None:
         ops = len(self.ops)
@@ -334,14 +334,14 @@ class Tracer(ABC):
         self._batch_start -= at < self._batch_start
         for handle in self._outstanding.values():
             handle.op -= at < handle.op
-        for key, op in self._loaded.items():
-            self._loaded[key] = op - (at < op)
+        for key, op in self._load_ops.items():
+            self._load_ops[key] = op - (at < op)
 
     def _refuse_value(self, value: object, about: About | str) -> NoReturn:
         if isinstance(value, Handle):
             issued = f"{self.ops[value.op]} (op {value.op})" if value.rank is self else "another rank's communication"
-            given = f"the handle of {issued} was given where a value is wanted"
-            self.refuse("not awaited", about, given, "await it first")
+            fault = f"the handle of {issued} was given where a value is wanted"
+            self.refuse("not awaited", about, fault, "await it first")
         if inspect.iscoroutine(value):
             value.close()  # or Python would warn about it
             call = f"{value.__name__}(...)"
@@ -361,18 +361,18 @@ class Tracer(ABC):
                 )
             self.refuse("no value", about, f"{text} was given where a value is wanted", hint)
         if value.rank is not self:
-            given = f"{value.spec} belongs to rank {value.rank.index}"
-            self.refuse("another rank's value", about, given, "ranks share values only by communication, send it")
-        given = f"{value.spec} is used after it was freed"
+            fault = f"{value.spec} belongs to rank {value.rank.index}"
+            self.refuse("another rank's value", about, fault, "ranks share values only by communication, send it")
+        fault = f"{value.spec} is used after it was freed"
         if value.replaced:
             self.refuse(
-                "replaced", about, f"{given} (an update replaced it in place)", "use the value that it returned"
+                "replaced", about, f"{fault} (an update replaced it in place)", "use the value that it returned"
             )
-        why = "its last key in a store was deleted or overwritten"
+        reason = "its last key in a store was deleted or overwritten"
         remedy = (
             "keep a key until the last use, or take the value out with `pop`: a variable or a list does not keep it"
         )
-        self.refuse("freed", about, f"{given} ({why})", remedy)
+        self.refuse("freed", about, f"{fault} ({reason})", remedy)
 
     def _done_with(self, *values: Value) -> None:
         """Free those inputs of an op that no store key names and no communication reads."""

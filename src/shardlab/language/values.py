@@ -41,7 +41,7 @@ class TracedRank(Protocol):
     def add(self, a: Value, b: Value) -> Value: ...
     def emit_wait(self, handle: Handle[Any]) -> None: ...
     def forget_key(self, value: Value) -> None: ...
-    def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn: ...
+    def refuse(self, rule: Rule, about: About | str, fault: str, remedy: str) -> NoReturn: ...
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None: ...
     def why_missing(self, kind: Kind, key: Hashable) -> str: ...
 
@@ -57,13 +57,13 @@ class Value(ValueMisuse):
         alive: whether it has been neither freed nor replaced by an update.
         dropped: whether its last key was deleted or overwritten, which ended it.
         replaced: whether an update ended it.
-        saved: numbers of the values that the layer saved for the backward pass with this input, by form (None: none
-            yet). The form records which slices of the layer's parameters the forward pass used.
+        saved_values: numbers of the values that the layer saved for the backward pass with this input, by form (None:
+            none yet). The form records which slices of the layer's parameters the forward pass used.
         saved_for_weight: number of the value that `backward_input` leaves for `backward_weight` (-1: none).
     """
 
     __slots__ = (
-        "alive", "dropped", "keys", "number", "rank", "reading", "replaced", "saved", "saved_for_weight", "spec",
+        "alive", "dropped", "keys", "number", "rank", "reading", "replaced", "saved_for_weight", "saved_values", "spec",
     )  # fmt: skip
 
     rank: TracedRank
@@ -74,7 +74,7 @@ class Value(ValueMisuse):
     alive: bool
     dropped: bool
     replaced: bool
-    saved: dict[Form, int] | None
+    saved_values: dict[Form, int] | None
     saved_for_weight: int
 
     @property
@@ -105,7 +105,7 @@ def new_value(rank: TracedRank, number: int, spec: Spec) -> Value:
     value.rank, value.number, value.spec = rank, number, spec
     value.keys, value.reading, value.alive = 0, (), True
     value.dropped = value.replaced = False
-    value.saved, value.saved_for_weight = None, -1
+    value.saved_values, value.saved_for_weight = None, -1
     return value
 
 
@@ -182,18 +182,18 @@ class Store(MutableMapping[Hashable, Value]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{key!r}: {value!r}" for key, value in itertools.islice(self._values.items(), SHOWN_KEYS))
+        items = ", ".join(f"{key!r}: {value!r}" for key, value in itertools.islice(self._values.items(), SHOWN_KEYS))
         rest = len(self._values) - SHOWN_KEYS
-        return f"{self.kind.value}: {{{shown}{f' and {rest} more' if rest > 0 else ''}}}"
+        return f"{self.kind.value}: {{{items}{f' and {rest} more' if rest > 0 else ''}}}"
 
     def _repr_svg_(self) -> str | None:
         return picture(self)
 
     def _missing(self, key: Hashable) -> Refused:
-        given, keys = f"{self.name}[{key!r}] does not exist", listed_keys(self._values)
+        fault, keys = f"{self.name}[{key!r}] does not exist", listed_keys(self._values)
         other = next((k for k, v in self._values.items() if isinstance(k, int) and v.spec.layer == key), None)
         if other is not None:
-            given += f"; {self._values[other].spec} is under the key {other}"
+            fault += f"; {self._values[other].spec} is under the key {other}"
             remedy = "correct one of the two keys"
         elif reason := self._rank.why_missing(self.kind, key):
             remedy = reason
@@ -202,9 +202,9 @@ class Store(MutableMapping[Hashable, Value]):
         elif not keys:
             remedy = f"the store is empty, first write rank.{self.name}[{key!r}] = value"
         else:
-            given += f"; the store has {'only the key' if len(self) == 1 else 'the keys'} {keys}"
+            fault += f"; the store has {'only the key' if len(self) == 1 else 'the keys'} {keys}"
             remedy = f"correct the key, or write rank.{self.name}[{key!r}] before this line"
-        return MissingKey("unknown key", "", given, remedy).at(self._rank.index, len(self._rank.ops))
+        return MissingKey("unknown key", "", fault, remedy).at(self._rank.index, len(self._rank.ops))
 
 
 SHOWN_KEYS = 6
@@ -259,8 +259,8 @@ class Handle(HandleMisuse, Generic[Result]):
 
     def refuse_use(self) -> NoReturn:
         """Refuse the use of this handle where its result is wanted."""
-        given = f"the handle of {self.rank.ops[self.op]} (op {self.op}) was used where its result is wanted"
-        self.rank.refuse("not awaited", "", given, "await it first")
+        fault = f"the handle of {self.rank.ops[self.op]} (op {self.op}) was used where its result is wanted"
+        self.rank.refuse("not awaited", "", fault, "await it first")
 
     def __repr__(self) -> str:  # asyncio prints it if a strategy is awaited by hand
         return f"<{type(self).__name__} of rank {self.rank.index}; only `trace` drives a strategy>"
@@ -297,7 +297,7 @@ class Handle(HandleMisuse, Generic[Result]):
 class Wait(NamedTuple):
     """Reason why a rank cannot go on: the op in which it waits, and the ranks that would have to act."""
 
-    what: str
+    op_text: str
     blockers: Sequence[int]
 
 
@@ -307,7 +307,7 @@ def deadlock_error(waits: Mapping[int, Wait]) -> Deadlock:
         "let every op come on all of its ranks, and in one order: look for an `if`, a loop or an early return that "
         "differs between these ranks"
     )
-    if all(wait.what.startswith("recv ") and wait.blockers[0] in waits for wait in waits.values()):
+    if all(wait.op_text.startswith("recv ") and wait.blockers[0] in waits for wait in waits.values()):
         remedy = "let one of them send first, or let each send and receive at once with rank.exchange"
     return Deadlock("deadlock", "deadlock", chain_of_waits(waits), remedy)
 
@@ -326,10 +326,10 @@ def chain_of_waits(waits: Mapping[int, Wait]) -> str:
         blockers = waits[rank].blockers
         rank = next((b for b in blockers if b not in waits), blockers[0])
     cyclic = rank in path
-    shown = path[path.index(rank) :] if cyclic else path
-    sentences = [f"rank {r} waits in {waits[r].what}" for r in shown]
+    chain = path[path.index(rank) :] if cyclic else path
+    sentences = [f"rank {r} waits in {waits[r].op_text}" for r in chain]
     if not cyclic:
         sentences.append(f"rank {rank} has ended without it")
-    rest = len(waits) - len(shown)
-    after = f" ({rest} more rank{'s wait' if rest > 1 else ' waits'} behind them)" if rest else ""
-    return "; ".join(sentences) + after
+    rest = len(waits) - len(chain)
+    suffix = f" ({rest} more rank{'s wait' if rest > 1 else ' waits'} behind them)" if rest else ""
+    return "; ".join(sentences) + suffix

@@ -118,7 +118,7 @@ class World:
         self._parked: dict[int, Handle[Any]] = {}
         self._runnable: deque[int] = deque()
         self._resumed = 0
-        self._running = self.ranks[0]
+        self._current_rank = self.ranks[0]
 
     def make_ranks(self) -> list[Rank]:
         """Return the ranks to trace: all of the mesh."""
@@ -142,7 +142,7 @@ class World:
             return run_stepwise(
                 lambda: self._drive(coroutines),
                 lambda: self._resumed + sum(len(rank.ops) for rank in self.ranks),
-                lambda: f"rank {self._running.index}, op {len(self._running.ops)}",
+                lambda: f"rank {self._current_rank.index}, op {len(self._current_rank.ops)}",
             )
 
     def finish(self) -> Program:
@@ -181,7 +181,7 @@ class World:
         return [strategy(rank) for rank in self.ranks]
 
     def _resume(self, index: int, coroutines: list[Coroutine[Any, Any, object]]) -> None:
-        rank = self._running = self.ranks[index]
+        rank = self._current_rank = self.ranks[index]
         self._resumed += 1
         try:
             handle = coroutines[index].send(None)
@@ -196,12 +196,12 @@ class World:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_LOOP):
                 _refuse_awaited(rank)
-            if isinstance(error, TypeError) and (found := AWAITED_OBJECT.fullmatch(str(error))):
-                given = f"the program awaited an object of type {found[1]}, and only communication is awaited"
+            if isinstance(error, TypeError) and (match := AWAITED_OBJECT.fullmatch(str(error))):
+                fault = f"the program awaited an object of type {match[1]}, and only communication is awaited"
                 remedy = "leave out `await`: other verbs give their results at once"
-                if found[1] == "NoneType":
+                if match[1] == "NoneType":
                     remedy = "leave out `await` before a verb that returns None; await a handle only after its call"
-                rank.refuse("awaited something else", "", given, remedy)
+                rank.refuse("awaited something else", "", fault, remedy)
             if isinstance(error, AttributeError):
                 rank.refuse_attribute(error)
             message = VERB_CLASS.sub("rank.", str(error))
@@ -238,46 +238,42 @@ def _refuse_arguments(rank: Rank, error: Exception, raised: str) -> None:
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in frames if is_library_frame(frames[-1]) else ():
-        name, given = frame.f_code.co_name, frame.f_locals
+        name, arguments = frame.f_code.co_name, frame.f_locals
         verb: Any = None if name in MACHINERY else getattr(Rank, name, None)
-        if given.get("self") is rank and getattr(verb, "__code__", None) is frame.f_code:
+        if arguments.get("self") is rank and getattr(verb, "__code__", None) is frame.f_code:
             _, *parameters = inspect.signature(verb).parameters.values()
-            passed = [each for each in parameters if given[each.name] is not each.default]
-            texts = [
-                f"{each.name}=" * (each.kind is each.KEYWORD_ONLY) + argument_text(given[each.name]) for each in passed
-            ]
-            wrong = [each for each in passed if type(given[each.name]).__name__ not in each.annotation.split(" | ")]
-            uncalled = [argument_text(given[each.name]) for each in wrong if inspect.ismethod(given[each.name])]
-            remedy = f"give {', '.join(f'{each.name} as {each.annotation}' for each in wrong or passed)}"
+            explicit = [p for p in parameters if arguments[p.name] is not p.default]
+            texts = [f"{p.name}=" * (p.kind is p.KEYWORD_ONLY) + argument_text(arguments[p.name]) for p in explicit]
+            mistyped = [p for p in explicit if type(arguments[p.name]).__name__ not in p.annotation.split(" | ")]
+            uncalled = [argument_text(arguments[p.name]) for p in mistyped if inspect.ismethod(arguments[p.name])]
+            remedy = f"give {', '.join(f'{p.name} as {p.annotation}' for p in mistyped or explicit)}"
             if uncalled:
                 remedy = f"write {uncalled[0]}(), with parentheses"
-            called = f"rank.{name}({', '.join(texts)}) {raised or 'was called'}"
-            raise Refused("the program raised", "", called, remedy).at(rank.index, len(rank.ops)) from error
+            fault = f"rank.{name}({', '.join(texts)}) {raised or 'was called'}"
+            raise Refused("the program raised", "", fault, remedy).at(rank.index, len(rank.ops)) from error
 
 
 def _accepted_arguments(error: str) -> str:
     """Return the remedy for wrong arguments of a verb; "" for another error."""
-    found = WRONG_ARGUMENTS.fullmatch(error)
-    verb = getattr(Rank, found[1], None) if found else None
-    if found is None or not inspect.isfunction(verb):
+    match = WRONG_ARGUMENTS.fullmatch(error)
+    verb = getattr(Rank, match[1], None) if match else None
+    if match is None or not inspect.isfunction(verb):
         return ""
     _, *parameters = inspect.signature(verb).parameters.values()
-    required = [
-        f"{each.name}{'=...' * (each.kind is each.KEYWORD_ONLY)}" for each in parameters if each.default is each.empty
-    ]
-    optional = [each.name for each in parameters if each.default is not each.empty]
+    required = [f"{p.name}{'=...' * (p.kind is p.KEYWORD_ONLY)}" for p in parameters if p.default is p.empty]
+    optional = [p.name for p in parameters if p.default is not p.empty]
     others = f", and it also takes {', '.join(optional)}" if optional else ""
-    near = TORCH_ARGUMENTS.get(found[2] or "")
-    meant = f"{found[2]} is called {near} here: " if any(each.name == near for each in parameters) else ""
-    if found[1] == "reduce_scatter" and "reduction" in (found[2], near):
-        meant = "it always sums, and gradients are shares of the step's mean already: "
-    return f"{meant}write rank.{found[1]}({', '.join(required)}){others}"
+    equivalent = TORCH_ARGUMENTS.get(match[2] or "")
+    hint = f"{match[2]} is called {equivalent} here: " if any(p.name == equivalent for p in parameters) else ""
+    if match[1] == "reduce_scatter" and "reduction" in (match[2], equivalent):
+        hint = "it always sums, and gradients are shares of the step's mean already: "
+    return f"{hint}write rank.{match[1]}({', '.join(required)}){others}"
 
 
-def _without_self(found: re.Match[str]) -> str:
-    least, most, given = (int(number or 1) - 1 for number in found.groups())
-    number = f"{least} to {most}" if most else str(least)
-    return f"{number} positional argument{'s' * (number != '1')} but {given}"
+def _without_self(match: re.Match[str]) -> str:
+    minimum, maximum, passed_count = (int(number or 1) - 1 for number in match.groups())
+    number = f"{minimum} to {maximum}" if maximum else str(minimum)
+    return f"{number} positional argument{'s' * (number != '1')} but {passed_count}"
 
 
 @contextmanager
@@ -310,8 +306,8 @@ def _refusing_dropped_coroutines() -> Generator[None, None, None]:
         if not dropped:
             raise refused
         name, line, _ = dropped[0]
-        given = f"{name}(...) was called without `await`, so it has not run"
-        refusal = Refused("not awaited", "", given, f"write `await {name}(...)`")
+        fault = f"{name}(...) was called without `await`, so it has not run"
+        refusal = Refused("not awaited", "", fault, f"write `await {name}(...)`")
         refusal.line, refusal.source = str(line), linecache.getline(*line).strip()
         raise refusal from None
     for coroutine in dropped:
@@ -319,9 +315,9 @@ def _refusing_dropped_coroutines() -> Generator[None, None, None]:
 
 
 def _refuse_awaited(rank: Rank) -> NoReturn:
-    given = "the program awaited something else than a communication of its own rank"
+    fault = "the program awaited something else than a communication of its own rank"
     remedy = "await the handles that this rank's verbs return, one by one"
-    rank.refuse("awaited something else", "", given, remedy)
+    rank.refuse("awaited something else", "", fault, remedy)
 
 
 def _close(coroutine: Coroutine[Any, Any, object]) -> None:

@@ -125,7 +125,7 @@ def test_an_update_moves_the_state_of_its_slice() -> None:
 @pytest.mark.parametrize("plan", [Plan(Mesh(dp_shard=4)), Plan(Mesh(dp_shard=4), shard_optimizer=("dp_shard",))])
 def test_muon_s_update_makes_those_matrices_orthogonal_that_its_slice_has_parts_of(plan: Plan) -> None:
     model = GPT(layers=2, hidden_size=256, heads=4, vocab_size=256, seq_len=64)
-    prices = ClusterPrices(model, 1, find_cluster("h100x8"), BF16.under("muon"))
+    prices = ClusterPrices(model, 1, find_cluster("h100x8"), BF16.with_optimizer("muon"))
     checked = check(trace(program_from_plan(plan), plan.mesh, BF16.sizes(model.sizes(1, 2), "muon"), 4))
     (first, second), sizes = ops(checked, OpKind.UPDATE), checked.program.sizes
     spent = prices.compute_time(second, checked.specs[0], sizes)

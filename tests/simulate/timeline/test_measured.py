@@ -101,7 +101,7 @@ def broken() -> dict[int, RankRecord]:
         record.memory = None
     step = found[1].steps[1]
     step.ended, step.ops = None, {at: moments for at, moments in step.ops.items() if at < 12}
-    step.ops[11] = step.ops[11]._replace(ended=None)
+    step.ops[11] = step.ops[11]._replace(end=None)
     return found
 
 

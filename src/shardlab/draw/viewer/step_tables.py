@@ -109,7 +109,7 @@ def step_header(title: str, note: str, *, in_seconds: bool) -> dict[str, Any]:
                 "pass": kind.row.part_of,
                 "color": kind.row.color,
                 "letters": kind.row.letters,
-                "ends": [*kind.row.ends, *([kind.row.saved] if kind.row.saved >= 0 else [])],
+                "ends": [*kind.row.ends, *([kind.row.saved_input] if kind.row.saved_input >= 0 else [])],
             }
             for kind in KINDS
         ],

@@ -175,7 +175,7 @@ class OffloadedTape:
         if op.kind is OpKind.FORWARD and self._leaves(before):
             self._recomputed.add(op.outputs[-1])
             return op._replace(outputs=op.outputs[:-1])
-        saved = op.kind.row.saved
+        saved = op.kind.row.saved_input
         if saved >= 0 and op.inputs[saved] in self._recomputed:
             made = self._new()
             self.tape.append(Op(OpKind.RECOMPUTE, op.layer, (op.inputs[0], op.inputs[2]), (made,)))

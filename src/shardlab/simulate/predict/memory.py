@@ -125,7 +125,7 @@ def model_state(
     """
     sizes, kept = plan.mesh.sizes(), recipe.memory.state_precision(precision, plan)
     gradient = recipe.memory.held_gradient_bytes(kept.bytes(Kind.GRAD_WEIGHT))
-    each = kept.bytes(Kind.WEIGHT), gradient, kept.under(optimizer).optimizer
+    each = kept.bytes(Kind.WEIGHT), gradient, kept.with_optimizer(optimizer).optimizer
     shared = plan.shard_parameters, plan.shard_gradients, plan.shard_optimizer
     return ModelState(
         *(

@@ -273,7 +273,7 @@ def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
     row = op.kind.row
     if row.keeps is Kind.SAVED:
         return _of_width(specs[op.outputs[0]])
-    return _of_width(specs[op.inputs[max(row.saved, 0)]])
+    return _of_width(specs[op.inputs[max(row.saved_input, 0)]])
 
 
 def _of_width(spec: Spec) -> int:

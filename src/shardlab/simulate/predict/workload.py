@@ -264,7 +264,7 @@ class Workload:
             recipe = replace(recipe, overlap=overlap)
         if self.mesh.ep == 1:  # no rank waits for another's experts
             recipe = replace(recipe, kernels=replace(recipe.kernels, expert_load=1.0))
-        numbers = self.state_precision.under(self.optimizer, ema=self.ema)
+        numbers = self.state_precision.with_optimizer(self.optimizer, ema=self.ema)
         return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, recipe, self.mesh)
 
     def peak_bytes(self) -> int:

@@ -47,17 +47,17 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
     shift = {rank: -offsets[rank] - zero for rank in steps}
     found: dict[int, Spans] = {rank: {} for rank in steps}
     arrived: dict[int, float] = {}
-    parts: list[tuple[float, int, int, int]] = []  # (over, rank, op, communication)
+    parts: list[tuple[float, int, int, int]] = []  # (completion, rank, op, communication)
     for rank, step in steps.items():
         tape = checked.program.tapes[rank]
         for at, moments in step.ops.items():
             if tape[at].kind in COMMUNICATION:
                 communication = checked.communication_of[rank][tape[at].handle]
-                arrived[communication] = max(arrived.get(communication, 0.0), moments.began + shift[rank])
-                if moments.over is not None:
-                    parts.append((moments.over + shift[rank], rank, at, communication))
-            elif moments.ended is not None:
-                found[rank][at] = (moments.began + shift[rank], moments.ended + shift[rank])
+                arrived[communication] = max(arrived.get(communication, 0.0), moments.start + shift[rank])
+                if moments.completion is not None:
+                    parts.append((moments.completion + shift[rank], rank, at, communication))
+            elif moments.end is not None:
+                found[rank][at] = (moments.start + shift[rank], moments.end + shift[rank])
     free: dict[tuple[int, object], float] = {}
     for over, rank, at, communication in sorted(parts):
         stream = (rank, queue_key(checked.program, checked.communications[communication]))
@@ -179,7 +179,7 @@ def _counter(record: RankRecord | None, step: StepRecord | None, zero: float) ->
     if record is None or record.memory is None or step is None:
         return []
     live, ops = record.memory.live, step.ops
-    return counter_of((ops[at].began - record.offset - zero, live[at]) for at in sorted(live.keys() & ops.keys()))
+    return counter_of((ops[at].start - record.offset - zero, live[at]) for at in sorted(live.keys() & ops.keys()))
 
 
 def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -> list[str]:

@@ -332,7 +332,7 @@ class TapeMemory(MemoryLedger):
                 self._free(op[2][0])
             elif kind is WAIT:
                 self._wait(op[4])
-            elif kind.row.saved >= 0 or kind.row.keeps:
+            elif kind.row.saved_input >= 0 or kind.row.keeps:
                 self._keep_for_backward(op)
         bytes, by_category, *_ = self.peak or (self.bytes, tuple(self.by_category))
         return RankMemory(before, during, bytes, peak_op, by_category, counters, at_starts)
@@ -403,8 +403,8 @@ class TapeMemory(MemoryLedger):
         row, activation, specs = op[0].row, op[2][0], self._specs
         saved = self._saved.setdefault(activation, {})
         ended = list[int]()
-        if row.saved >= 0:
-            ended.append(saved.pop(specs[op[2][row.saved]][0]))
+        if row.saved_input >= 0:
+            ended.append(saved.pop(specs[op[2][row.saved_input]][0]))
         if row.keeps and (form := specs[op[3][-1]][0]).kind is row.keeps:
             if form in saved:
                 ended.append(saved[form])

@@ -107,8 +107,8 @@ class PriceList:
         """Return the time of an op that does not communicate."""
         kind, layer, inputs, outputs = op[0], op[1], op[2], op[3]
         row = kind.row
-        if row.saved >= 0:
-            key = (kind, specs[inputs[0]][1].bit_count(), specs[inputs[row.saved]][0])
+        if row.saved_input >= 0:
+            key = (kind, specs[inputs[0]][1].bit_count(), specs[inputs[row.saved_input]][0])
         elif row.keeps:
             key = (kind, specs[inputs[0]][1].bit_count(), specs[outputs[0]][0])
         elif kind is _ADD:
