@@ -283,7 +283,7 @@ def predict(
     workload = Workload(
         layout, request.found_model, devices, *batch, numbers, recipe=request.found_recipe, optimizer=optimizer
     )
-    request.broken_limit(workload)
+    request.require_limits(workload)
     return _prediction(workload, forecast(workload))
 
 

@@ -217,19 +217,18 @@ class StepRequest:
         batch = replace(self.batch, global_batch=self.sequences) if self.tokens_per_step else self.batch
         return batch.cut(self.found_cluster.size, data_ranks)
 
-    def broken_limit(self, workload: Workload) -> str:
-        """Return the limit of the recipe's framework that a plan exceeds and `as_if` ignores ("": none).
+    def require_limits(self, workload: Workload) -> None:
+        """Refuse a plan that the recipe's framework cannot run, unless `as_if` is set.
 
         Raises:
-            UserError: if the plan exceeds a limit and `as_if` is not set, or it is set without a recipe.
+            UserError: for such a plan, or if `as_if` is set without a recipe.
         """
         from shardlab.simulate.predict.limits import broken_limit
 
         if self.as_if and self.recipe is None:
             raise UserError("--as-if is for the recipe of a framework; give --recipe NAME, or leave it out")
-        if (limit := broken_limit(workload)) and not self.as_if:
+        if not self.as_if and (limit := broken_limit(workload)):
             raise UserError(f"{limit}, or --as-if to predict it as if {workload.recipe.name} could run it")
-        return limit
 
     def problem(self, limits: Limits) -> Problem:
         """Return the problem of choosing a plan for this step.

@@ -24,6 +24,7 @@ from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.common.user_code import MAX_FOLDED_OPS, max_ops
 from shardlab.language import Mesh, Sizes, UserError
+from shardlab.simulate.predict.limits import broken_limit
 from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.timeline import bubble, schedule_bubble
 from shardlab.simulate.timeline.prices import Traced, rank_of, stands_for
@@ -143,7 +144,7 @@ def price(request: StepRequest) -> PricedStep:
     )
     if entry.plan is None:
         entry.require_ops(1, model.layers, request.batch.microbatches or 1)
-    limit = request.broken_limit(workload)
+    request.require_limits(workload)
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
     traced = step_to_trace(workload)
@@ -163,7 +164,7 @@ def price(request: StepRequest) -> PricedStep:
             "ops was simulated once, and shares of the step and its timeline are left out; fewer microbatches, or "
             "--max-ops, show them"
         )
-    if limit:
+    if limit := broken_limit(workload):
         notes.insert(0, f"predicted as if {workload.recipe.name} could run it: {limit}")
     passed = workload.passed if rewritten else []
     return PricedStep(entry, workload, estimate, rough, memory, (model_name, cluster_name), not large, notes, passed)
