@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
-from shardlab.check import Checked
+from shardlab.check import BACKENDS, Checked
 from shardlab.check import check as check_program
 from shardlab.check.report import Retrace
 from shardlab.common.errors import error_text
@@ -170,8 +170,10 @@ class ExerciseGrade:
         """The result in one sentence."""
         if self.passed:
             return "Passed."
-        right = "The gradients are right" if "can hang" in self.finding else "Correct"
-        return f"{'Wrong: ' if self.stage == 'refused' else f'{right}, but '}{self.finding}"
+        if self.stage == "refused":
+            return f"Wrong: {self.finding}"
+        can_hang = self.checked is not None and len(self.checked.backends()) < len(BACKENDS)
+        return f"{'The gradients are right' if can_hang else 'Correct'}, but {self.finding}"
 
     @property
     def verdict(self) -> str:
