@@ -202,7 +202,7 @@ SENTENCES = {
         "it there, or leave it out."
     ),
     ("programs", "not loaded"): (
-        "weights[0]: no rank loads slice 0 of 1, so no rank updates it; load and update every slice of "
+        "weights[0]: no rank loads this weight, so no rank updates it; load and update every slice of "
         "every layer on at least one rank."
     ),
     ("programs", "not runnable"): (

@@ -582,7 +582,7 @@ def test_a_wrong_option_exits_with_2(arguments: str, words: str, capsys: Capture
             "swaps_two_sends",
             "user.py:<swapped>: rank 1, op 0 recv from rank 0: expected activations[0] of microbatch 0",
         ),
-        ("does_nothing", "user.py:<empty>: weights[0]: no rank loads slice 0"),
+        ("does_nothing", "user.py:<empty>: weights[0]: no rank loads this weight, so no"),
         ("sleeps", "user.py:<asleep>: rank 0, op 0: the program awaited something else"),
     ],
 )

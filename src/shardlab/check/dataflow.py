@@ -224,7 +224,8 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     for layer, (mask, of) in enumerate(held):
         if weight_of(layer) == layer and not held[layer].complete:
             missing = ~mask & (1 << of) - 1
-            given = f"no rank loads {numbered('slice', missing)} of {of}, so no rank updates it"
+            lacking = f"{numbered('slice', missing)} of {of}" if of > 1 else "this weight"
+            given = f"no rank loads {lacking}, so no rank updates it"
             remedy = "load and update every slice of every layer on at least one rank"
             raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=bits(missing))
 

@@ -282,7 +282,7 @@ def test_an_argument_called_rank_is_a_rank() -> None:
 
     bare.__annotations__.clear()  # as a student would write it
     assert "no rank has set the final weight" in grade("ddp", strategy).error
-    assert "no rank loads slice" in grade("ddp", bare).error
+    assert "no rank loads this weight" in grade("ddp", bare).error
 
 
 def test_a_puzzle_is_not_solved_by_freezing_layers() -> None:
