@@ -164,9 +164,16 @@ def error_text(error: BaseException, message: str = "") -> str:
 
 
 def closest_name(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the known name nearest to `name`, ignoring case; None if no name is similar (see `get_close_matches`)."""
+    """Return the known name nearest to `name`, ignoring case; None if no name is similar (see `get_close_matches`).
+
+    The shortest name that begins with `name` comes first.
+
+    >>> closest_name("dp", ["pp", "dp_replicate", "dp_shard"])
+    'dp_shard'
+    """
     known = {each.lower(): each for each in names}
-    close = get_close_matches(name.lower(), known, n=1, cutoff=cutoff)
+    longer = sorted((each for each in known if len(name) > 1 and each.startswith(name.lower())), key=len)
+    close = longer or get_close_matches(name.lower(), known, n=1, cutoff=cutoff)
     return known[close[0]] if close else None
 
 

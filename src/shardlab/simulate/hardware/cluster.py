@@ -40,7 +40,7 @@ from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.language.rules.refusals import HOST
 from shardlab.models.layout import Pointwise
 from shardlab.simulate.hardware.collectives import COSTS, START, GroupSpan, collective_seconds, nodes_of
-from shardlab.simulate.hardware.device import CONSTANTS, DEVICES, Device, Figure, find_device, rows
+from shardlab.simulate.hardware.device import ALIASES, CONSTANTS, DEVICES, Device, Figure, find_device, rows
 from shardlab.simulate.hardware.profile import AlphaBeta, Machine, Profile, Rate, device_of_profile, measured_seconds
 
 SECONDS = number("seconds, 0 or more", lambda value: 0 <= value < inf)
@@ -370,7 +370,7 @@ def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool 
         raise UserError(
             f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file or a profile's "
             f".json, or local; "
-            f"of clusters with 8 devices {suggest_name(name, [f'{device}x8' for device in DEVICES])}"
+            f"of clusters with 8 devices {suggest_name(name, [f'{device}x8' for device in (*DEVICES, *ALIASES)])}"
         )
     if (own := f"{found[1]}x") in DEVICES and found[1] not in DEVICES:
         raise UserError(

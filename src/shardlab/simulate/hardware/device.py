@@ -264,8 +264,7 @@ def find_device(name: str) -> Device:
     Raises:
         UserError: if there is none; the message suggests the nearest names.
     """
-    name = name.strip().lower()
-    return find_by_name(DEVICES, ALIASES.get(name, name), "device")
+    return find_by_name(DEVICES | {alias: DEVICES[device] for alias, device in ALIASES.items()}, name, "device")
 
 
 GIB = 2.0**30
