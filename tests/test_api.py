@@ -350,6 +350,12 @@ def test_a_store_has_neither_title_nor_colours() -> None:
         ),
         (lambda: shardlab.verify(cast(Any, 3)), "strategy is 3; give a name"),
         (lambda: shardlab.draw("zb-h1", color_by=cast(Any, "layers")), "no color_by 'layers'; did you mean layer"),
+        (
+            lambda: shardlab.verify("ddp", model=shardlab.models.Llama()),
+            r"model is Llama\(.*; give a text or a number, as on the command line",
+        ),
+        (lambda: shardlab.verify("ddp", help=True), "help is an option of the command shardlab verify only"),
+        (lambda: shardlab.draw(None), "thing is None; give a timeline, a prediction"),
         (lambda: shardlab.draw("zb-h1", title=cast(Any, [])), r"title is \[\]; give a word in quotes"),
         (lambda: cast(Any, shardlab.draw)("gpipe", color="layer"), "no argument 'color'; did you mean color_by"),
         (

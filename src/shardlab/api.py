@@ -485,8 +485,10 @@ def draw(
     Raises:
         Refused, UserError: as `simulate` does, and if the file cannot be written.
     """
+    from shardlab.check import Checked
     from shardlab.draw import timeline_svg
     from shardlab.simulate.timeline import Timeline
+    from shardlab.strategies.plan.plan import Plan
 
     check_field("title", title, WORD, None)
     if color_by not in get_args(ColorBy):
@@ -500,7 +502,9 @@ def draw(
         if (costs, ranks, layers, microbatches) != (None, None, None, 4):
             raise UserError(f"{thing!r} keeps its costs, ranks, layers and microbatches; leave them out here")
     else:
-        thing = simulate(thing, costs, ranks=ranks, layers=layers, microbatches=microbatches)
+        if not (isinstance(thing, str | Plan | Program | Checked) or callable(thing) or inspect.iscoroutine(thing)):
+            refuse_argument("thing", thing, "a timeline, a prediction, a value, a store, a strategy or a program")
+        thing = simulate(cast(Any, thing), costs, ranks=ranks, layers=layers, microbatches=microbatches)
     thing = thing.timeline() if isinstance(thing, Prediction) else thing
     svg = timeline_svg(thing, title, color_by=color_by) if isinstance(thing, Timeline) else picture(thing)
     if svg is None:

@@ -29,6 +29,7 @@ _LINE = re.compile(r"[^\s(]+(?=:\d+[):])")
 """Pattern of a file name in a message that is followed by the number of a line."""
 
 OF_THE_COMMAND = (
+    "help",
     "json",
     "print_config",
     "out",
@@ -83,6 +84,10 @@ def command_from(
     for option, value in given.items():
         if option in defaults and isinstance(value, bool) != (option in flags):
             refuse_argument(option, value, "True or False" if option in flags else "its value, or leave it out")
+    for option, value in given.items():
+        parts = value if type(value) in (list, tuple) else (value,)
+        if option in defaults and not all(isinstance(part, str | int | float | Path) for part in parts):
+            refuse_argument(option, value, "a text or a number, as on the command line")
     options = [word for option, value in given.items() for word in _words(option, value, flags)]
     return command_of([name, *words, *options])
 
