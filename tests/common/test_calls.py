@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -86,3 +87,7 @@ def test_a_refused_class_is_named() -> None:
 
 def test_a_scalar_of_numpy_or_torch_is_a_number() -> None:
     assert measure("a", steps=cast(Any, np.int64(2))) == measure("a", steps=cast(Any, torch.tensor(2))) == "a 2 pass"
+
+
+def test_a_path_is_text() -> None:
+    assert measure(cast(Any, Path("a/b"))) == measure("a/b")

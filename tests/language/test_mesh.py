@@ -5,8 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +54,30 @@ def test_axes_stand_outermost_first() -> None:
     assert mesh.group(4, "dp_shard").ranks == (3, 4, 5)
     assert mesh.group(4, "pp").ranks == (1, 4)
     assert mesh.group(4, "tp").ranks == (4,)
+
+
+class Size(IntEnum):
+    """Number with a name."""
+
+    TWO = 2
+
+
+@pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), np.array(2), torch.tensor(2), Size.TWO])
+def test_a_size_may_be_any_integer_and_is_an_int(two: Any) -> None:
+    mesh = Mesh(dp_shard=two)
+    assert mesh == Mesh(dp_shard=2)
+    assert type(mesh.dp_shard) is int
+
+
+@pytest.mark.parametrize("size", [True, np.bool_(True), 2.0, np.float64(2), "2", None, np.array([2]), [2]])
+def test_a_size_that_is_no_integer_is_refused(size: Any) -> None:
+    with pytest.raises(UserError, match=r"^axis tp has .* ranks; give a whole number$"):
+        Mesh(tp=size)
+
+
+def test_an_unknown_axis_is_refused() -> None:
+    with pytest.raises(UserError, match=r"there is no argument 'dp'; did you mean dp_shard\?"):
+        Mesh(**{"dp": 2})
 
 
 def test_equal_groups_are_one_object_also_after_pickling() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -152,6 +153,11 @@ def test_it_is_frozen_and_hashable() -> None:
     [
         ({"hidden_size": 65}, "hidden_size 65 does not divide by 4 heads (remainder 1)"),
         ({"layers": 0}, "layers is 0; a model needs at least 1"),
+        ({"layers": "2"}, "layers is '2'; give a whole number"),
+        ({"layers": 2.5}, "layers is 2.5; give a whole number"),
+        ({"n_layers": 2}, "there is no argument 'n_layers'; did you mean layers?"),
+        ({"bias": 1}, "bias is 1; give true or false"),
+        ({"dropout": "0.1"}, "dropout is '0.1'; give a number"),
         ({"heads": -1}, "heads is -1"),
         ({"head_dim": 0}, "head_dim is 0; a model needs at least 1"),
         ({"head_dim": 5, "rope_theta": 1e4}, "a head has 5; choose an even head_dim"),
@@ -164,8 +170,8 @@ def test_it_is_frozen_and_hashable() -> None:
         ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),
         ({"dropout": -0.1}, "dropout is -0.1"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0; a model needs at least 1"),
-        ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, gelu_tanh, squared_relu, swiglu"),
-        ({"norm": "batch"}, "norm is 'batch'; choose layer or rms"),
+        ({"activation": "tanh"}, "activation is 'tanh'; give one of gelu, gelu_tanh, squared_relu, swiglu"),
+        ({"norm": "batch"}, "norm is 'batch'; give one of layer, rms"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0; the base of the rotary angles is a positive number"),
         (
             {"rope_theta": 1e4, "hidden_size": 12},
@@ -616,3 +622,14 @@ def test_a_step_after_a_sum_over_slices_is_in_the_next_layer(file: Path, ranks: 
     assert [(layer.nodes[0].name, layer.sliced) for layer in of_mlp] == [("squash", False)] * model.layers
     job = Job(Plan(Mesh(tp=2)), 2, 2, replace(model, layers=2, seq_len=8), 2, "fp64")
     assert ranks(2).call(verify_rank, torch.device("cpu"), job, 2)[0].ok
+
+
+def test_a_field_may_be_a_number_of_numpy() -> None:
+    model = GPT(layers=cast(Any, np.int64(2)), dropout=cast(Any, np.float64(0.5)))
+    assert model == GPT(layers=2, dropout=0.5)
+    assert (type(model.layers), type(model.dropout)) == (int, float)
+
+
+def test_the_base_of_all_models_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"give one of shardlab.models, such as Llama\(layers=4\)"):
+        cast(Any, Model)(layers=2)

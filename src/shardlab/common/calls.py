@@ -1,6 +1,7 @@
 """Calls of Shardlab's functions from a script or a notebook.
 
-`public` decorates these functions. `require_arguments` refuses arguments that a function does not take.
+`public` decorates these functions, and `public_class` the classes whose objects they take. `require_arguments` refuses
+arguments that a function does not take.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 from shardlab.common.errors import AsSentence, UserError, unknown_name
+from shardlab.common.fields import plain
 from shardlab.common.user_code import in_notebook_cell
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Interrupted(AsSentence, KeyboardInterrupt):
@@ -28,7 +33,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of the Python API, so that a mistake or an interrupt ends in one sentence.
 
     Wrong arguments raise a `UserError`. Messages name the options of commands as arguments. Scalars of NumPy and torch
-    become numbers of Python. In a notebook, messages are printed on stdout, since Jupyter shows stderr as an error.
+    become numbers of Python, and paths become text. In a notebook, messages are printed on stdout, since Jupyter shows
+    stderr as an error.
     """
     name, signature = function.__name__, inspect.signature(function)
 
@@ -36,9 +42,9 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     def call(*arguments: P.args, **settings: P.kwargs) -> R:
         try:
             require_arguments(name, signature, arguments, settings)
-            plain = {each: _plain(value) for each, value in settings.items()}
+            named = {each: _plain(value) for each, value in settings.items()}
             with contextlib.redirect_stderr(sys.stdout) if in_notebook_cell() else contextlib.nullcontext():
-                return cast(Any, function)(*map(_plain, arguments), **plain)
+                return cast(Any, function)(*map(_plain, arguments), **named)
         except UserError as error:
             error.args = (options_as_arguments(str(error), name), *error.args[1:])
             raise
@@ -49,8 +55,32 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of NumPy or torch as a number of Python, and any other value unchanged."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    return str(value) if isinstance(value, Path) else plain(value)
+
+
+def public_class(kind: type[T]) -> type[T]:
+    """Decorate a dataclass of the Python API, so that a mistake in its arguments is one sentence.
+
+    Wrong arguments raise a `UserError`. Scalars of NumPy and torch become numbers of Python.
+    """
+    create, signature = kind.__init__, inspect.signature(kind)
+
+    @wraps(create)
+    def init(self: T, *arguments: Any, **settings: Any) -> None:
+        try:
+            create(self, *map(plain, arguments), **{name: plain(value) for name, value in settings.items()})
+        except TypeError:
+            for each in fields(cast(Any, kind)):  # such as Plan.mesh, for which a Mesh is made
+                part = each.default_factory
+                if misplaced := settings.keys() & getattr(part, "__dataclass_fields__", {}):
+                    name = min(misplaced)
+                    made = f"{cast(Any, part).__name__}({name}={settings[name]!r:.100})"
+                    raise UserError(f"{kind.__name__} has no argument {name}; give {each.name}={made}") from None
+            require_arguments(kind.__name__, signature, arguments, settings)
+            raise
+
+    kind.__init__ = init
+    return kind
 
 
 def require_arguments(

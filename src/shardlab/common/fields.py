@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -235,6 +236,23 @@ def check_fields(checked: object) -> None:
         check_field(name, value, written, getattr(kind, name, None))
 
 
+def plain(value: Any) -> Any:
+    """Return a number of NumPy, torch or another package as a number of Python, and any other value unchanged.
+
+    The numbers in a list or tuple are converted as well, and a range becomes a list.
+    """
+    kind = cast(Any, type(value))
+    if kind in PLAIN or (kind is tuple and not value):  # quickly, since the planner makes many plans
+        return value
+    if kind in (list, tuple, range):
+        numbers = [plain(each) for each in value]
+        return tuple(numbers) if kind is tuple else numbers
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    counts = hasattr(kind, "__index__") and not hasattr(value, "shape")
+    return operator.index(value) if counts else value
+
+
 def value_from_file(written: FieldType, value: Any) -> Any:
     """Convert the value of a field in a file, without checking that the field accepts it."""
     if written.of_file is not None:
@@ -329,7 +347,7 @@ NATURAL = integer("0 or more", 0)
 PATH = FieldType(str, "FILE", lambda value: "" if isinstance(value, Path) else "a path in quotes", Path)
 FOLDER = replace(PATH, metavar="FOLDER")
 COUNT = integer("1 or more", 1)
-NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
+NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "a list of whole numbers")
 TEXTS = FieldType(tuple[str, ...], "DATA[:WEIGHT] ...", lambda value: "" if _texts(value) else "a list of texts")
 SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")
 WORD = FieldType(str, "NAME", lambda value: "" if isinstance(value, str) else "a word in quotes")
@@ -397,7 +415,8 @@ INTERVAL = FieldType(
 
 def name_or(*objects: type) -> FieldType:
     """Return the type of a field that takes a name or, in Python, an object of one of the types `objects`."""
-    return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")
+    wanted = " or a ".join(("a word in quotes", *(kind.__name__ for kind in objects)))
+    return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else wanted)
 
 
 def axes(*known: str) -> FieldType:

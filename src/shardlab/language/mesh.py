@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
+from shardlab.common.calls import public_class
 from shardlab.common.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -42,6 +43,7 @@ def group_among(ranks: tuple[int, ...]) -> Group:
     return group_of(f"ranks {', '.join(map(str, ranks))}", ranks)
 
 
+@public_class
 @dataclass(frozen=True)
 class Mesh:
     """Numbers of ranks along each axis. Rank numbers count through the grid with the last axis fastest.

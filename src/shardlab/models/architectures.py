@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shardlab.common.calls import public_class
 from shardlab.common.errors import UserError
 from shardlab.models.attention import LatentSizes, RopeScaling, attention, latent_attention
 from shardlab.models.layout import aligned
 from shardlab.models.mixture import Router, mixture
 from shardlab.models.model import Blocks
-from shardlab.models.primitives import ACTIVATIONS, Activation, DropoutSite, Primitive, feed_forward
+from shardlab.models.primitives import Activation, DropoutSite, Primitive, feed_forward
 
 NormKind = Literal["layer", "rms"]
 
 
+@public_class
 @dataclass(frozen=True, kw_only=True)
 class GPT(Blocks):
     """Pre-norm transformer. By default: causal attention, a GELU MLP four times as wide, learned positions
@@ -133,10 +135,6 @@ class GPT(Blocks):
         return ("attention", self.attention_part()), ("feed-forward", self.feed_forward_part(self.hidden))
 
     def _check_choices(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise UserError(f"activation is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-        if self.norm not in ("layer", "rms"):
-            raise UserError(f"norm is {self.norm!r}; choose layer or rms")
         if not 0 < self.norm_eps < math.inf:
             raise UserError(f"norm_eps is {self.norm_eps}; give a small positive number, such as 1e-5")
         if self.rope_scaling is not None:
@@ -188,6 +186,7 @@ MOST_EXPERTS = 256
 dtype, and bfloat16 is exact up to this number."""
 
 
+@public_class
 @dataclass(frozen=True, kw_only=True)
 class MoE(GPT):
     """GPT with a mixture of experts in place of every MLP.
@@ -279,6 +278,7 @@ ROUND = 32
 """Multiple to which the default hidden features of SwiGLU are rounded up."""
 
 
+@public_class
 @dataclass(frozen=True, kw_only=True)
 class Llama(GPT):
     """GPT with RMSNorm, rotary positions and SwiGLU, without biases (Touvron et al. 2023, arXiv 2302.13971, 2.2).
@@ -303,6 +303,7 @@ class Llama(GPT):
         return self.ffn_hidden_size or _two_thirds(self.hidden_size)
 
 
+@public_class
 @dataclass(frozen=True, kw_only=True)
 class Mixtral(MoE):
     """Mixture of SwiGLU experts between Llama's attentions (Jiang et al. 2024, arXiv 2401.04088, section 2)."""
@@ -317,6 +318,7 @@ class Mixtral(MoE):
         return self.ffn_hidden_size or _two_thirds(self.hidden_size)
 
 
+@public_class
 @dataclass(frozen=True, kw_only=True)
 class MLP(Blocks):
     """GPT without attention and positions: residual pre-norm GELU MLPs, which process each token separately.

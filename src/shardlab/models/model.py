@@ -12,8 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from shardlab.common.errors import UserError
+from shardlab.common.fields import field_hints, read_value
 from shardlab.language.rules.kinds import Kind
 from shardlab.language.rules.layer_graph import Layer, LayerDefinition, build_layers
 from shardlab.language.sizes import Sizes
@@ -43,6 +45,11 @@ class Model(ABC):
     seq_len: int = 64
     bias: bool = True
     dropout: float = 0.0
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        if cls is Model:
+            raise UserError("Model is the base of all models; give one of shardlab.models, such as Llama(layers=4)")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self.at_least_one("layers", "hidden_size", "vocab_size", "seq_len")
@@ -269,6 +276,11 @@ class Blocks(Model):
 
     The embedding belongs to layer 0, and the final norm and the head to layer `layers - 1`.
     """
+
+    def __post_init__(self) -> None:
+        for name, hint in field_hints(type(self)).items():
+            read_value(hint, getattr(self, name), "", name)
+        super().__post_init__()
 
     @abstractmethod
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 from shardlab.language.rules.layer_graph import Node
 from shardlab.models.layout import Kernel, Matmul, Parameter, Pointwise
@@ -199,7 +199,6 @@ Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu"]
 0)^2 (So et al. 2021, arXiv 2109.08668); silu(gate) * up and GELU by tanh(gate) * up (Shazeer 2020, arXiv
 2002.05202)."""
 
-ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 GATED = ("swiglu", "geglu")
 """Activation functions with two input features for each hidden one."""

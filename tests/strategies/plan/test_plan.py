@@ -6,8 +6,9 @@ import json
 import pickle
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from shardlab.language import Mesh, UserError
@@ -199,7 +200,7 @@ def test_an_empty_file_is_one_device(tmp_path: Path) -> None:
         ("mesh = { pp = '2' }", "pp is '2'; give a whole number"),
         ("mesh = { pp = true }", "pp is True; give a whole number"),
         ("stages_per_rank = 1.5", "stages_per_rank is 1.5; give a whole number"),
-        ("layers_per_stage = ['a']", "layers_per_stage is ['a']; give numbers"),
+        ("layers_per_stage = ['a']", "layers_per_stage is ['a']; give a list of whole numbers"),
         ("shard_parameters = 'dp_shard'", "shard_parameters is 'dp_shard'; give a list of axes"),
         ("shard_optimizer = ['pp']", "shard_optimizer is ['pp']; give some of dp_shard, dp_replicate, cp, each once"),
         ("shard_optimizer = [1]", "shard_optimizer is [1]; give some of dp_shard, dp_replicate, cp, each once"),
@@ -209,7 +210,7 @@ def test_an_empty_file_is_one_device(tmp_path: Path) -> None:
             "recompute = ['a']",
             "recompute is ['a']; give one of none, selective, full, per-op",
         ),
-        ("schedule = 3", "schedule is 3; give a word in quotes"),
+        ("schedule = 3", "schedule is 3; give a word in quotes or a Schedule"),
         ("recompute = 'half'", "recompute is 'half'; give one of none, selective, full"),
         ("mesh = ", "is not TOML: "),
     ],
@@ -233,6 +234,26 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="cannot be read: it is not text"):
         read_plan(tmp_path / "bytes.toml")
+
+
+def test_numbers_may_be_of_numpy_or_a_range() -> None:
+    plan = Plan(Mesh(pp=2), stages_per_rank=cast(Any, np.int32(2)), layers_per_stage=cast(Any, list(np.arange(1, 5))))
+    assert plan == Plan(Mesh(pp=2), stages_per_rank=2, layers_per_stage=(1, 2, 3, 4))
+    assert {type(number) for number in (plan.stages_per_rank, *plan.layers_per_stage)} == {int}
+    assert Plan(freeze=cast(Any, range(2))).freeze == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"tp": 4}, "Plan has no argument tp; give mesh=Mesh(tp=4)"),
+        ({"shard_optimizers": ()}, "there is no argument 'shard_optimizers'; did you mean shard_optimizer?"),
+    ],
+)
+def test_an_unknown_field_is_refused_in_one_sentence(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        Plan(**settings)
+    assert str(refusal.value) == sentence
 
 
 def test_a_list_of_axes_is_as_good_as_a_tuple() -> None:

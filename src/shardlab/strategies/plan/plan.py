@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+from shardlab.common.calls import public_class
 from shardlab.common.errors import naming
 from shardlab.common.fields import (
     COUNT,
@@ -60,6 +61,7 @@ COUNTED_RECOMPUTE = ("every", "first", "uniform")
 """Words of `Plan.recompute` that take a number, such as every-2."""
 
 
+@public_class
 @dataclass(frozen=True)
 class Plan:
     """Settings of how a model is split over mesh axes, and of when values are gathered and reduced.
