@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 395,
+    "": 400,
     "check": 2285,
-    "cli": 8365,
+    "cli": 8375,
     "common": 1035,
     "draw": 1740,
     "execute": 3740,
@@ -29,7 +29,7 @@ CODE_LINES = {
     "planner": 4095,
     "simulate": 7420,
     "strategies": 2745,
-    "train": 8965,
+    "train": 8970,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

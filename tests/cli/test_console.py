@@ -178,7 +178,8 @@ def test_other_errors_of_files_and_modules_are_not_taken_for_that(
     ("words", "sentence"),
     [
         ("convert runs/a", "missing from shardlab convert: TO; --help tells more"),
-        ("train --steps", "missing value for argument '--steps'. Expected 1 values; --help tells more"),
+        ("train --steps", "--steps has no value; give --steps N"),
+        ("learn init --force", "DIR is missing; --help tells more"),
         ("train --freeze 0-1", "--freeze: '0-1' does not fit; give --freeze N ..."),
         ("train --betas 0.9", "--betas: '0.9' does not fit; give --betas FLOAT FLOAT"),
         ("train --betas 0.9 x", "--betas: '0.9', 'x' does not fit; give --betas FLOAT FLOAT"),
@@ -548,7 +549,7 @@ def test_counts_are_at_least_one_which_one_sentence_says(arguments: str, sentenc
         ("", "no command is given; there are strategies, simulate, view"),
         ("train --optimizer admw", "--optimizer is 'admw'; did you mean adamw?"),
         ("train --precision int8", "--precision is 'int8'; there are bf16, bf16-fp32-grads, bf16-params"),
-        ("train --steps", "missing value for argument '--steps'. Expected 1 values"),
+        ("train --steps", "--steps has no value; give --steps N"),
         ("convert", "missing from shardlab convert: FROM, TO; --help tells more"),
         ("sample run --top-p much", "--top-p: 'much' does not fit; give --top-p FLOAT"),
         ("sample run --seed much", "--seed: 'much' does not fit; give --seed INT"),

@@ -40,6 +40,7 @@ from shardlab.common.fields import field_helps, field_types
 from shardlab.common.files import load_table
 from shardlab.common.text import line_breaks
 from shardlab.train.config import SECTIONS
+from shardlab.train.launch.interrupt import ignore_errors
 
 INDENT = 16
 """Width of a fact's label in characters."""
@@ -305,7 +306,7 @@ def print_help(words: list[str], commands: Mapping[str, type[Any]], description:
         for name, kind in kinds.items()
     )
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(ignore_errors(sys.stdout)):
             tyro.cli(
                 cast(Any, Union[choices]),  # noqa: UP007
                 prog="shardlab",
@@ -387,7 +388,8 @@ def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
                 f"missing from {event.prog} {missing[0].source_parser.prog_suffix}: {', '.join(map(str.strip, names))}"
             )
         case parse_errors.BadValue(argument=option):
-            text = f"missing value for argument '{option.display_name()}'. Expected {option.lowered.nargs} values"
+            name, value = option.display_name(), option.lowered.metavar
+            text = f"{value} is missing" if option.is_positional() else f"{name} has no value; give {name} {value}"
         case parse_errors.MissingSubcommand(subcommand_spec=commands):
             text = f"expected one of the commands {', '.join(commands.parser_from_name)}"
         case _:

@@ -60,8 +60,8 @@ def test_the_commands_of_a_live_display_are_left_alone(monkeypatch: pytest.Monke
     file = io.StringIO()
     monkeypatch.setattr(file, "isatty", lambda: True)
     display = "\x1b[2K step 1 loss 2.0 and more"
-    ignore_errors(file).write(display)
-    assert file.getvalue() == display
+    ignore_errors(file).write(f"{display}\nwords of a help")
+    assert file.getvalue() == f"{display}\nwords of a\nhelp"
 
 
 # Signs of life.

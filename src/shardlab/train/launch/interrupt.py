@@ -156,7 +156,7 @@ def end_with_starter(at_once: bool = False) -> None:
 
 
 ESCAPE = "\x1b"
-"""First character of commands to a terminal. Text that contains it comes from a display, which breaks its own lines."""
+"""First character of commands to a terminal. A line that contains it is from a display, which breaks its own lines."""
 
 FEWEST_COLUMNS = 20
 """Number of characters that fit into a line of every terminal."""
@@ -188,11 +188,12 @@ class TolerantStream:
         return getattr(self._file, name)
 
     def _fitted(self, text: str) -> str:
-        if len(text) < FEWEST_COLUMNS or ESCAPE in text or not self._file.isatty():
+        if len(text) < FEWEST_COLUMNS or not self._file.isatty():
             return text
         from rich.console import Console
 
-        return wrap_words(text, Console(file=self._file).width)
+        width = Console(file=self._file).width
+        return "\n".join(line if ESCAPE in line else wrap_words(line, width) for line in text.split("\n"))
 
     def _drop(self) -> None:
         """Discard all output from now on, including what is still in the buffer."""
