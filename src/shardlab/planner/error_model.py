@@ -239,7 +239,7 @@ def choose_experiments(model: ErrorModel, count: int) -> list[Experiment]:
     known, chosen = [*model.measured], list[Experiment]()
     if best not in model.measured:
         known.append(best)
-        chosen.append(Experiment(model.plans[best], "the fastest so far: what others are compared with"))
+        chosen.append(Experiment(model.plans[best], "the fastest so far; the others are compared with it"))
     while len(chosen) < count:
         left = model.condition_on(known)[1]
         near = [
@@ -285,7 +285,7 @@ def _why(model: ErrorModel, best: int, at: int, chance: float) -> str:
         if apart[name] >= TELLING:
             tells.append(f"{name} ({other.parts[name]:.1%} of its step instead of {mine.parts.get(name, 0.0):.1%})")
     tells = tells or _differing(chosen_fields(one.plan), chosen_fields(another.plan))
-    about = f"; it tells of {', '.join(tells)}" if tells else ""
+    about = f"; it differs in {', '.join(tells)}" if tells else ""
     return f"expected {slower:.1%} slower, and faster with a chance of {chance:.0%}{about}"
 
 
