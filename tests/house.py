@@ -18,7 +18,7 @@ CODE_LINES = {
     "": 400,
     "check": 2285,
     "cli": 8375,
-    "common": 1035,
+    "common": 1050,
     "draw": 1740,
     "execute": 3740,
     "frameworks": 3345,
@@ -29,7 +29,7 @@ CODE_LINES = {
     "planner": 4095,
     "simulate": 7420,
     "strategies": 2745,
-    "train": 8970,
+    "train": 8955,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, TextIO, cast
 
+from shardlab.common.processes import orphaned
 from shardlab.common.text import wrap_words
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -105,7 +106,7 @@ class StopRequest:
         self._over.set()
         if self.asked:
             signal.alarm(0)
-            if _orphaned():
+            if orphaned():
                 self._say("the process that started the ranks has gone")
         self._catching.__exit__(kind, error, trace)
 
@@ -134,7 +135,7 @@ class StopRequest:
                 return
             self.ask(grace_of(number[0]))
         # If the process that started this one still runs, it reports a step that does not end.
-        alone = multiprocessing.parent_process() is None or _orphaned()
+        alone = multiprocessing.parent_process() is None or orphaned()
         if not self._over.wait(self._grace - 0.5) and alone:
             self._say(f"the step did not end within {self._grace} s")
             signal.raise_signal(signal.SIGALRM)  # at once, so that the message stays true
@@ -142,17 +143,6 @@ class StopRequest:
     def _say(self, why: str) -> None:
         if self._saved:
             say(f"shardlab: interrupted: {why}; {self._saved()}")
-
-
-def end_with_starter(at_once: bool = False) -> None:
-    """Start a thread that sends SIGTERM to this process when the process that started it ends or is killed.
-
-    Args:
-        at_once: send SIGKILL instead, for ranks that a launcher restarts. After SIGTERM they would save, and stop the
-            ranks of the other hosts.
-    """
-    number = signal.SIGKILL if at_once else signal.SIGTERM
-    threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()
 
 
 ESCAPE = "\x1b"
@@ -295,16 +285,3 @@ def stop_signals(signals: socket.socket, most: int) -> list[int] | None:
 
 def _nothing(number: int, frame: FrameType | None) -> None:
     """Ignore the signal in Python: its number is already in the socket."""
-
-
-def _follow(parent: int, number: int) -> None:
-    starter = multiprocessing.parent_process()  # not this process's own parent, which is multiprocessing's server
-    wait = time.sleep if starter is None else starter.join
-    while os.getppid() == parent and not _orphaned():
-        wait(0.5)
-    os.kill(os.getpid(), number)
-
-
-def _orphaned() -> bool:
-    starter = multiprocessing.parent_process()
-    return starter is not None and not starter.is_alive()

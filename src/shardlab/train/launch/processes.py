@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
+from shardlab.common.processes import end_with_starter
 from shardlab.execute.progress import RankProgress
 from shardlab.language import UserError
 from shardlab.train.faults import (
@@ -40,7 +41,6 @@ from shardlab.train.launch.interrupt import (
     STOP_SIGNALS,
     StopRequest,
     catch_signals,
-    end_with_starter,
     grace_of,
     ignore_errors,
     stop_signals,

@@ -31,6 +31,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from shardlab.common.processes import end_with_starter
 from shardlab.common.text import bytes_text, counted
 from shardlab.execute.requirements import gpu_count
 from shardlab.language import UserError
@@ -46,7 +47,6 @@ from shardlab.train.launch.environment import (
     threads_of,
     usable_cpus,
 )
-from shardlab.train.launch.interrupt import end_with_starter
 from shardlab.train.launch.launchers import from_torchrun
 from shardlab.train.launch.processes import run_processes
 
