@@ -26,7 +26,7 @@ CODE_LINES = {
     "learn": 5780,
     "measure": 2150,
     "models": 4540,
-    "planner": 4095,
+    "planner": 4100,
     "simulate": 7420,
     "strategies": 2745,
     "train": 8955,

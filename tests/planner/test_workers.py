@@ -30,6 +30,8 @@ from shardlab.planner.workers import (
 from shardlab.strategies.plan.plan import Plan
 from tests.planner.enumeration import candidates, shapes
 from tests.planner.problems import problem
+from tests.support.processes import PATIENCE, started
+from tests.support.warm import ROOT, WarmStarts
 
 LONG = 60.0
 """Seconds that a worker is busy in a test, far longer than the test takes."""
@@ -86,6 +88,23 @@ def test_ctrl_c_reaches_only_the_process_that_ends_the_workers() -> None:
     with workers(PROBLEM, 2) as processes:
         assert signal.SIGINT in processes.submit(blocked_signals).result()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+KILLED = """
+import os, signal
+from shardlab.planner.workers import workers
+from tests.planner.test_workers import PROBLEM, sequences
+
+with workers(PROBLEM, 2) as processes:
+    processes.submit(sequences).result()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(warm: WarmStarts) -> None:
+    with started(["-c", KILLED], warm.start, cwd=ROOT) as process:
+        process.communicate(timeout=PATIENCE)  # the pipes end with the last process that holds them
+    assert process.returncode == -signal.SIGKILL
 
 
 def _others(processes: Sequence[BaseProcess]) -> set[BaseProcess]:

@@ -21,6 +21,7 @@ from multiprocessing import active_children, get_context
 from typing import Literal, TypeVar
 
 from shardlab.common.errors import Refused, UserError
+from shardlab.common.processes import end_with_starter
 from shardlab.common.user_code import Endless
 from shardlab.planner.describe import StepShares, shares_seconds, step_shares
 from shardlab.planner.pass_costs import PassCosts
@@ -174,6 +175,7 @@ _in_worker: list[Workers] = []
 
 
 def _begin(problem: Problem) -> None:
+    end_with_starter()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # a garbage collection would copy the memory that is shared with the parent
     _in_worker[:] = [Workers(problem)]

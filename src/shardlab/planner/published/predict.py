@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from statistics import mean, median
 from typing import Any, Literal, TypeVar
 
+from shardlab.common.processes import end_with_starter
 from shardlab.language import Refused, UserError
 from shardlab.language.precision import find_precision
 from shardlab.planner.published import records
@@ -148,7 +149,7 @@ def on_every_core(
     if processes < 2:
         yield from map(predict, rows, repeat(recipe))
         return
-    with killed_at_end(ProcessPoolExecutor(processes, get_context("spawn"))) as pool:
+    with killed_at_end(ProcessPoolExecutor(processes, get_context("spawn"), end_with_starter)) as pool:
         with interrupts_blocked():
             results = pool.map(predict, rows, repeat(recipe))
         yield from results
