@@ -306,8 +306,8 @@ def backward_input(state: RankState, op: Op) -> None:
     activation = op[2][0]
     made, follows = _backward(state, op)
     state.make_all(outputs, made[1:])
-    state.note(half, Spec(follows.half, state.live[activation].cells))
-    state.half_of.setdefault(activation, {})[follows.half] = half
+    state.note(half, Spec(follows.half_form, state.live[activation].cells))
+    state.half_of.setdefault(activation, {})[follows.half_form] = half
 
 
 def backward_weight(state: RankState, op: Op) -> None:
@@ -493,7 +493,7 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
         gradients += [live[number] for number in inputs[4:]]
     made, follows = state.layer(op).backward(live[activation], gradients, live[weight])
     known = state.saved_of.get(activation, NOTHING_SAVED)
-    if known.pop(follows.saved, None) != saved:
+    if known.pop(follows.saved_form, None) != saved:
         if saved in known.values():
             given = "the forward pass was by other slices of the layer than the weight and the gradient"
             state.refuse("other forward", given, "give the slices of the forward pass")

@@ -149,7 +149,7 @@ class ComputeVerbs(Tracer):
         start = len(self._values)
         outputs = self._make_all(specs[1:])
         activation.saved_for_weight = len(self._values)
-        self._values.append(Spec(result.half, activation.spec[1]))
+        self._values.append(Spec(result.half_form, activation.spec[1]))
         self.ops.append(compute_op(BACKWARD_INPUT, layer, inputs, tuple(range(start, len(self._values)))))
         self._done_with(*operands)
         return tuple(outputs) if isinstance(gradients, tuple) else outputs[0]
@@ -384,7 +384,7 @@ class ComputeVerbs(Tracer):
             fault = f"this layer read {len(specs) - 1} values"
             self.refuse("wrong number", about_layer(op, layer), fault, "give the gradients as a tuple")
         saved_values = activation.saved_values or {}
-        saved_number = saved_values.pop(result.saved, -1)
+        saved_number = saved_values.pop(result.saved_form, -1)
         if saved_values and saved_number < 0:
             fault = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
             self.refuse("other forward", about_layer(op, layer), fault, "give the slices of the forward pass")
@@ -393,7 +393,7 @@ class ComputeVerbs(Tracer):
                 fault = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
                 self.refuse("no forward", about_layer(op, layer), fault, "call forward before it, with save=True")
             saved_number = len(self._values)
-            self._values.append(Spec(result.saved, spec.cells))
+            self._values.append(Spec(result.saved_form, spec.cells))
             self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved_number,)))
         numbers = (activation.number, output_grads[0].number, weight.number, saved_number)
         if len(output_grads) > 1:

@@ -82,7 +82,7 @@ def test_gathering_what_was_scattered_gives_the_reduced_gradient(order: list[int
     gathered = meet(GATHER, *meet(SCATTER, *pieces))[0]
     reduced = meet(REDUCE, *pieces)[0]
     assert gathered.cells == reduced.cells
-    assert gathered.holds.same(reduced.holds)
+    assert gathered.holds.equals(reduced.holds)
 
 
 def some_specs() -> st.SearchStrategy[Spec]:
@@ -135,7 +135,7 @@ def test_a_sum_counts_every_contribution_once(members: list[Spec]) -> None:
     except Refused:
         return
     assert total.cells == sum(member.cells for member in members), "a sum of disjoint bit sets is their union"
-    assert all(member.holds.same(total.holds) for member in members)
+    assert all(member.holds.equals(total.holds) for member in members)
 
 
 @given(alike)
@@ -283,7 +283,7 @@ def test_experts_make_the_slices_that_they_were_given() -> None:
     (own, below), follows = layer.backward(x, [gradient], weight)
     assert own == Spec(form_of(Kind.GRAD_WEIGHT, 1, 0, space(2), Holds(0b10, 2)), mask_of({0, 3}))
     assert below == buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION)
-    assert layer.backward_weight(x, [gradient], Spec(follows.half, x.cells)) == own
+    assert layer.backward_weight(x, [gradient], Spec(follows.half_form, x.cells)) == own
 
 
 @pytest.mark.parametrize(

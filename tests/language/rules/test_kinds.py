@@ -41,7 +41,7 @@ def test_refining_changes_the_count_but_not_the_slices(holds: Holds, times: int)
     if FINEST % fine.of == 0:
         assert points(fine) == points(holds)
     assert fine.pieces == holds.pieces * times
-    assert fine.same(holds)
+    assert fine.equals(holds)
 
 
 @given(some_holds(), some_holds())
@@ -51,8 +51,8 @@ def test_contains_is_the_subset_relation(a: Holds, b: Holds) -> None:
 
 @given(some_holds(), some_holds())
 def test_same_is_equality_of_slices(a: Holds, b: Holds) -> None:
-    assert a.same(b) == (points(a) == points(b))
-    assert a.same(b) == b.same(a) == (a.contains(b) and b.contains(a))
+    assert a.equals(b) == (points(a) == points(b))
+    assert a.equals(b) == b.equals(a) == (a.contains(b) and b.contains(a))
 
 
 @given(some_holds(), some_holds())
@@ -66,17 +66,17 @@ def test_common_counts_both_in_pieces_of_one_size(a: Holds, b: Holds) -> None:
 @given(some_holds())
 def test_complete_means_that_nothing_is_missing(holds: Holds) -> None:
     assert holds.complete == (len(points(holds)) == FINEST)
-    assert holds.complete == holds.same(WHOLE)
+    assert holds.complete == holds.equals(WHOLE)
 
 
 @given(some_holds(), st.integers(1, 6))
 def test_simplified_counts_the_same_slices_in_the_largest_pieces_there_are(holds: Holds, times: int) -> None:
     simple = holds.refined(holds.of * times).simplified()
-    assert simple.same(holds)
+    assert simple.equals(holds)
     assert simple == holds.simplified()
     if holds.mask:
         coarser = [of for of in range(1, simple.of) if simple.of % of == 0]
-        assert not any(Holds(mask, of).same(holds) for of in coarser for mask in range(1 << of))
+        assert not any(Holds(mask, of).equals(holds) for of in coarser for mask in range(1 << of))
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.data())
@@ -94,7 +94,7 @@ def test_split_cuts_into_equal_slices_in_order_that_together_are_the_whole(holds
     assert len({part.pieces for part in cut}) == 1
     places = [place for part in cut for place in bits(part.mask)]
     assert places == sorted(set(places))
-    assert Holds(mask_of(places), cut[0].of).same(holds)
+    assert Holds(mask_of(places), cut[0].of).equals(holds)
 
 
 @given(st.integers(1, 8))
@@ -102,7 +102,7 @@ def test_the_whole_splits_into_the_shards_that_load_weights_gives(parts: int) ->
     assert list(WHOLE.split(parts)) == [Holds(1 << shard, parts) for shard in range(parts)]
 
 
-@pytest.mark.parametrize("compare", [Holds.contains, Holds.same, in_equal_pieces])
+@pytest.mark.parametrize("compare", [Holds.contains, Holds.equals, in_equal_pieces])
 def test_slices_of_coprime_numbers_are_counted_together_as_far_as_memory_goes(
     compare: Callable[[Holds, Holds], object],
 ) -> None:

@@ -105,7 +105,7 @@ def test_every_slice_of_the_weight_is_held_or_summed_on_either_side(layer: Layer
             assert (spec.form.slices, spec.form.term) == (((layer.cut[0], mask),), None)
         else:
             assert spec.form.term is not None
-            assert (spec.form.slices, spec.form.term.over, spec.form.term.bits) == ((), layer.cut, mask)
+            assert (spec.form.slices, spec.form.term.indices, spec.form.term.bits) == ((), layer.cut, mask)
     assert all(spec.cells == CELLS for spec in (*inputs, *outputs, *made))
 
 

@@ -79,7 +79,7 @@ class Slices:
         if held.term is None:
             assert error(mine, piece) <= 1e-12, name
         else:
-            assert held.term.over == (self.index,)
+            assert held.term.indices == (self.index,)
             self.terms.setdefault(name, (expected, []))[1].append((held.term.bits, mine))
 
     def run(self, number: int) -> None:

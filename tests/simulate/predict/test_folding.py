@@ -165,7 +165,7 @@ def test_what_a_rank_has_rotated_is_what_its_neighbour_has(plan: Plan) -> None:
                 theirs = whole.specs[there][number]
                 rotated = rotation.rotated(spec, axis, by)
                 term = spec.form.term
-                if term is not None and term.over == KEY and spec.kind.value in ("activations", "grad_queries"):
+                if term is not None and term.indices == KEY and spec.kind.value in ("activations", "grad_queries"):
                     rotated, theirs = (s._replace(form=s.form.but(term=None)) for s in (rotated, theirs))
                 assert rotated == theirs, f"{spec} along {axis} by {by}"
 

@@ -94,7 +94,7 @@ def want_scalable(precision: Precision, checked: Checked) -> None:
         )
     if precision.scaled:
         factors = {spec.form.factor for specs in checked.specs for spec in specs.values()}
-        for why in filter(None, (factor.beyond(MOST_DOUBLINGS_IN_FLOAT16) for factor in factors)):
+        for why in filter(None, (factor.why_out_of_range(MOST_DOUBLINGS_IN_FLOAT16) for factor in factors)):
             raise UserError(
                 f"the program multiplies gradients by {why}, which overflows together with the loss scale of "
                 f"{precision.name}; scale by less, or choose bf16"

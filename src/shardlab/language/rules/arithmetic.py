@@ -51,14 +51,14 @@ def add_two(one: Spec, other: Spec) -> Spec:
     Raises:
         Refused: as `add` does.
     """
-    (form, cells, _), (also, others, _) = one, other
-    if form is also and form.kind is GRAD_WEIGHT and not cells & others:
-        return new_spec(Spec, (form, cells | others, ()))
-    term, more = form.term, also.term
-    if term is not None and more is not None and cells == others and without_term(form) is without_term(also):
-        both = term.bits | more.bits if term.over == more.over and not term.bits & more.bits else 0
-        if both:
-            return _sum_of_terms(one, both)
+    (form, cells, _), (form_b, cells_b, _) = one, other
+    if form is form_b and form.kind is GRAD_WEIGHT and not cells & cells_b:
+        return new_spec(Spec, (form, cells | cells_b, ()))
+    term, term_b = form.term, form_b.term
+    if term is not None and term_b is not None and cells == cells_b and without_term(form) is without_term(form_b):
+        union = term.bits | term_b.bits if term.indices == term_b.indices and not term.bits & term_b.bits else 0
+        if union:
+            return _sum_of_terms(one, union)
     return add(one.about("add"), (one, other), ("the first value", "the second value"))
 
 
@@ -108,9 +108,9 @@ def require_representable(op: About, factor: Factor, dtype: str) -> None:
     Raises:
         Refused: with the size of the factor.
     """
-    if why := factor.beyond(MOST_DOUBLINGS_IN_FLOAT16 if dtype == "float16" else MOST_DOUBLINGS):
-        given = f"the gradient would be multiplied by {why}; {dtype or 'its numbers'} would overflow or be lost"
-        raise Refused("wrong factor", op, given, "scale by less, and cancel it before more is multiplied")
+    if excess := factor.why_out_of_range(MOST_DOUBLINGS_IN_FLOAT16 if dtype == "float16" else MOST_DOUBLINGS):
+        fault = f"the gradient would be multiplied by {excess}; {dtype or 'its numbers'} would overflow or be lost"
+        raise Refused("wrong factor", op, fault, "scale by less, and cancel it before more is multiplied")
 
 
 _CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES, Kind.KEYS_VALUES}
@@ -128,11 +128,11 @@ def cast(value: Spec, dtype: str) -> Spec:
         remedy = f"give one of {', '.join(DTYPES)}, or none to cast back"
         raise Refused("other dtypes", op, f"{dtype!r} was given", remedy)
     if form.kind not in _CAST or (form.layer == 0 and form.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)):
-        given = f"{value} was given, whose dtype is fixed"
-        raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
+        fault = f"{value} was given, whose dtype is fixed"
+        raise Refused("wrong kind", op, fault, "cast weights, activations or gradients")
     if form.kind is Kind.WEIGHT and form.step:
-        given = f"{value} was given, which this step has updated; a cast would lose its last bits for ever"
-        raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
+        fault = f"{value} was given, which this step has updated; a cast would lose its last bits for ever"
+        raise Refused("wrong step", op, fault, "leave it as it is, and cast it where it is used in the next step")
     require_on_device(op, value)
     require_representable(op, form.factor, dtype)
     return value._replace(form=form.but(dtype=dtype))
@@ -142,16 +142,16 @@ def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Sp
     first, total = specs[0], 0
     factor = _factor_of_shares(specs)
     for spec, name in zip(specs, names, strict=True):
-        its = spec if factor is None else spec._replace(form=spec.form.but(factor=first.form.factor))
-        _want_one_value(op, first, its, names[0], name, "sum gradients of one layer")
-        if spec.form is not first.form and not spec.form.holds.same(first.form.holds):
-            given = f"{names[0]} gave {first.form.holds.slices_text} and {name} gave {spec.form.holds.slices_text}"
-            raise Refused("other slices", op, given, "sum equal slices, or join different ones by rank.concatenate")
+        comparable = spec if factor is None else spec._replace(form=spec.form.but(factor=first.form.factor))
+        _want_one_value(op, first, comparable, names[0], name, "sum gradients of one layer")
+        if spec.form is not first.form and not spec.form.holds.equals(first.form.holds):
+            fault = f"{names[0]} gave {first.form.holds.slices_text} and {name} gave {spec.form.holds.slices_text}"
+            raise Refused("other slices", op, fault, "sum equal slices, or join different ones by rank.concatenate")
         if (twice := total & spec.cells) and factor is None:
             mask = twice & -twice
             other = next(n for s, n in zip(specs, names, strict=True) if s.cells & mask)
-            given = f"{summed_text(spec.form, twice)} would be counted twice (in {other} and in {name})"
-            raise Refused("counted twice", op, given, "let each microbatch reach a gradient once", doubled=bits(twice))
+            fault = f"{summed_text(spec.form, twice)} would be counted twice (in {other} and in {name})"
+            raise Refused("counted twice", op, fault, "let each microbatch reach a gradient once", doubled=bits(twice))
         total |= spec.cells
     return Spec(first.form if factor is None else first.form.but(factor=factor), total)
 
@@ -166,21 +166,21 @@ def _factor_of_shares(specs: Sequence[Spec]) -> Factor | None:
         a value is not scaled.
     """
     (_, tokens), *others = [(spec.form.factor.ratio, spec.form.factor.tokens) for spec in specs]
-    if any(spec.form.factor is ONE for spec in specs) or any(also != tokens for _, also in others):
+    if any(spec.form.factor is ONE for spec in specs) or any(other_tokens != tokens for _, other_tokens in others):
         return None
     ratios: dict[int, Fraction] = {}  # disjoint bit sets of contributions
-    given_twice = False
+    overlaps = False
     for spec in specs:
-        rest, ratio, before = spec.cells, spec.form.factor.ratio, ratios
+        rest, ratio, previous = spec.cells, spec.form.factor.ratio, ratios
         ratios = {}
-        for cells, known in before.items():
-            both, alone = cells & spec.cells, cells & ~spec.cells
-            given_twice |= bool(both)
-            ratios |= {part: of for part, of in ((both, known + ratio), (alone, known)) if part}
+        for cells, total in previous.items():
+            shared_cells, other_cells = cells & spec.cells, cells & ~spec.cells
+            overlaps |= bool(shared_cells)
+            ratios |= {part: value for part, value in ((shared_cells, total + ratio), (other_cells, total)) if part}
             rest &= ~cells
         if rest:
             ratios[rest] = ratio
-    if not given_twice or len(set(ratios.values())) > 1 or not all(ratios.values()):
+    if not overlaps or len(set(ratios.values())) > 1 or not all(ratios.values()):
         return None
     return factor_of(next(iter(ratios.values())), tokens)
 
@@ -193,16 +193,16 @@ def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if spec.form.term is None or term is None:
             _refuse_no_term(op, *((spec, name) if term is not None else (first, names[0])))
         if spec.cells != first.cells or without_term(spec.form) is not without_term(first.form):
-            given = f"{names[0]} gave {first} and {name} {spec}"
-            raise Refused("other values", op, given, "put terms of one value together, for the same tokens")
-        if spec.form.term.over != term.over:
-            given = f"{names[0]} gave {first} and {name} {spec}"
-            raise Refused("other sums", op, given, "sum terms of one sum")
+            fault = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, fault, "put terms of one value together, for the same tokens")
+        if spec.form.term.indices != term.indices:
+            fault = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other sums", op, fault, "sum terms of one sum")
         if twice := total & spec.form.term.bits:
-            what = term_text(first.form, Term(term.over, twice))
-            given = f"{what} would be counted twice ({name} and an earlier one both have it)"
-            remedy = "let queries meet each block once" if term.over == KEY else "sum each term once"
-            raise Refused("counted twice", op, given, remedy, doubled=bits(twice))
+            overlap_text = term_text(first.form, Term(term.indices, twice))
+            fault = f"{overlap_text} would be counted twice ({name} and an earlier one both have it)"
+            remedy = "let queries meet each block once" if term.indices == KEY else "sum each term once"
+            raise Refused("counted twice", op, fault, remedy, doubled=bits(twice))
         total |= spec.form.term.bits
     return _sum_of_terms(first, total)
 
@@ -211,7 +211,7 @@ def _sum_of_terms(first: Spec, total: int) -> Spec:
     """Return the spec of a sum of terms: the first one's, with the bit set `total` of all summed pieces."""
     term = first.form.term
     assert term is not None
-    if term.over == KEY:
+    if term.indices == KEY:
         return attention.record_met_slices(first, total)
     complete = total == (1 << count_terms(first.form, term)) - 1
     return first._replace(form=first.form.but(term=None if complete else term._replace(bits=total)))
@@ -229,8 +229,8 @@ def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
         raise Refused(
             "no term", op, f"{name} gave {spec}, {piece_noun(index)}s of the whole and no term of a sum", remedy
         )
-    given = f"{name} gave {spec}, which is complete; summing it again would count it twice"
-    raise Refused("no term", op, given, "use it as it is")
+    fault = f"{name} gave {spec}, which is complete; summing it again would count it twice"
+    raise Refused("no term", op, fault, "use it as it is")
 
 
 def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:
@@ -246,17 +246,17 @@ def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec
     for spec, name in zip(specs, names, strict=True):
         form = spec.form
         if form.kind is not Kind.SCALAR or form.step != first.step:
-            given = f"{names[0]} gave {first} and {name} {spec}"
-            raise Refused("other values", op, given, "sum scalars of one step")
+            fault = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, fault, "sum scalars of one step")
         if form.reduction is not Reduction.SUM:
-            given = f"{name} gave {spec}, and only sums of squares add up to a norm"
-            raise Refused("no sum of squares", op, given, "give the sum of squares of the gradients")
-        mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
-        if twice := mine.mask & theirs.mask:
-            given = (
-                f"{numbered('part', twice)} of {mine.of} of the model would come from {name} and from an earlier one "
-                "as well; each parameter's square counts once"
+            fault = f"{name} gave {spec}, and only sums of squares add up to a norm"
+            raise Refused("no sum of squares", op, fault, "give the sum of squares of the gradients")
+        sum_parts, new_parts = in_equal_pieces(Holds(mask, of), form.holds)
+        if twice := sum_parts.mask & new_parts.mask:
+            fault = (
+                f"{numbered('part', twice)} of {sum_parts.of} of the model would come from {name} and from an earlier "
+                "one as well; each parameter's square counts once"
             )
-            raise Refused("counted twice", op, given, "count replicas on one rank only", doubled=bits(twice))
-        mask, of = mine.mask | theirs.mask, mine.of
+            raise Refused("counted twice", op, fault, "count replicas on one rank only", doubled=bits(twice))
+        mask, of = sum_parts.mask | new_parts.mask, sum_parts.of
     return Spec(first.form.but(holds=Holds(mask, of)))

@@ -72,30 +72,30 @@ def work(queries: Spec, keys_values: Spec) -> float:
     A slice of queries attends to all of an earlier slice, to half of itself, and to nothing of a later one.
     """
     space = queries.form.space
-    (count, ours), (_, theirs) = (split_cells(spec.cells, space.sequence) for spec in (queries, keys_values))
-    seen = sum((1.0 if key < query else 0.5) for query in bits(ours) for key in bits(theirs) if key <= query)
-    return count.bit_count() * seen / (space.sequence**2 / 2)
+    (batch, q_slices), (_, k_slices) = (split_cells(spec.cells, space.sequence) for spec in (queries, keys_values))
+    pairs = sum((1.0 if key < query else 0.5) for query in bits(q_slices) for key in bits(k_slices) if key <= query)
+    return batch.bit_count() * pairs / (space.sequence**2 / 2)
 
 
-def needed_slices(kind: Kind, held: int, space: Space) -> int:
+def needed_slices(kind: Kind, slices: int, space: Space) -> int:
     """Return the slices of the sequence that a value must meet to be complete, as a bit set.
 
     A value of queries must meet the keys and values up to its own last slice; a gradient of keys and values must meet
     the queries from its own first slice on.
 
     Args:
-        held: bit set of the slices that the value holds.
+        slices: bit set of the slices that the value holds.
     """
     if kind is GRAD_KEYS_VALUES:
-        return (1 << space.sequence) - (held & -held)
-    return (1 << held.bit_length()) - 1
+        return (1 << space.sequence) - (slices & -slices)
+    return (1 << slices.bit_length()) - 1
 
 
 def record_met_slices(spec: Spec, kv_done: int) -> Spec:
     """Return the spec of a value that has met these slices. It is complete once it has met all slices that it needs."""
     form, cells, joined = spec
-    _, held = split_cells(cells, form.space.sequence)
-    return Spec(_with_met_slices(form, held, kv_done), cells, joined)
+    _, slices = split_cells(cells, form.space.sequence)
+    return Spec(_with_met_slices(form, slices, kv_done), cells, joined)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -106,30 +106,30 @@ def split_cells(cells: int, sequence: int) -> tuple[int, int]:
     for cell in bits(cells):
         microbatches |= 1 << cell // sequence
     for m in bits(microbatches):
-        here = cells >> m * sequence & full
-        if slices and here != slices:
+        slices_of_m = cells >> m * sequence & full
+        if slices and slices_of_m != slices:
             return microbatches, -1
-        slices = here
+        slices = slices_of_m
     return microbatches, slices
 
 
-def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
+def incomplete_refusal(op: About, noun: str, spec: Spec) -> Refused:
     """Return the refusal of a value that has met only some of the slices that it needs."""
     term, space = spec.form.term, spec.form.space
     assert term is not None
-    _, held = split_cells(spec.cells, space.sequence)
-    missing = needed_slices(spec.form.kind, held, space) & ~term.bits
-    who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
-    lacks = f"{given_clause(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
+    _, slices = split_cells(spec.cells, space.sequence)
+    missing = needed_slices(spec.form.kind, slices, space) & ~term.bits
+    other = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
+    lacks = f"{given_clause(noun, spec)}; the {other} of {numbered('slice', missing)} of the sequence are missing in it"
     return Refused("missing terms", op, lacks, "attend to these as well, and add the parts", missing=bits(missing))
 
 
 @lru_cache(maxsize=1 << 14)
-def _with_met_slices(form: Form, held: int, kv_done: int) -> Form:
-    """Return the form of a value with slices `held` after it has met slices `kv_done`."""
+def _with_met_slices(form: Form, slices: int, kv_done: int) -> Form:
+    """Return the form of a value with these slices after it has met slices `kv_done`."""
     assert form.term is not None
-    done = needed_slices(form.kind, held, form.space) & ~kv_done == 0
-    return form.but(term=None if done else form.term._replace(bits=kv_done))
+    complete = needed_slices(form.kind, slices, form.space) & ~kv_done == 0
+    return form.but(term=None if complete else form.term._replace(bits=kv_done))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -146,27 +146,29 @@ def _require_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tu
     _require_input(op, queries, QUERIES, layer, queries)
     _require_input(op, keys_values, KEYS_VALUES, layer, queries)
     space = queries.form.space
-    (of, ours), (of_keys, theirs) = (split_cells(spec.cells, space.sequence) for spec in (queries, keys_values))
-    if of != of_keys or queries.step != keys_values.step:
+    (batch, q_slices), (k_batch, k_slices) = (
+        split_cells(spec.cells, space.sequence) for spec in (queries, keys_values)
+    )
+    if batch != k_batch or queries.step != keys_values.step:
         remedy = "give both of the same microbatches and step"
         raise Refused("other tokens", op, f"{queries} cannot meet {keys_values}", remedy)
-    for spec, held in ((queries, ours), (keys_values, theirs)):
-        if held < 0:
+    for spec, slices in ((queries, q_slices), (keys_values, k_slices)):
+        if slices < 0:
             raise Refused("other tokens", op, f"{spec} was given", "give the same slices of each microbatch")
-    if not theirs & needed_slices(ACTIVATION, ours, space):
-        given = f"all of {keys_values} comes after {queries}, which do not see it"
-        raise Refused("masked keys", op, given, "leave this op out")
-    return ours, theirs
+    if not k_slices & needed_slices(ACTIVATION, q_slices, space):
+        fault = f"all of {keys_values} comes after {queries}, which do not see it"
+        raise Refused("masked keys", op, fault, "leave this op out")
+    return q_slices, k_slices
 
 
 def _require_input(op: About, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
     form = spec.form
-    what = KIND_NOUNS[kind]
-    require_kind(op, what, spec, kind)
+    noun = KIND_NOUNS[kind]
+    require_kind(op, noun, spec, kind)
     if form.layer != layer:
-        raise Refused("wrong layer", op, given_clause(what, spec), f"this op reads {kind.value}[{layer}], give that")
+        raise Refused("wrong layer", op, given_clause(noun, spec), f"this op reads {kind.value}[{layer}], give that")
     if form.term is not None:
-        raise incomplete_refusal(op, what, spec)
+        raise incomplete_refusal(op, noun, spec)
     if form.slices != queries.form.slices or form.step != queries.form.step:
         remedy = "give the same heads of queries, keys and values, of one step"
-        raise Refused("other pieces", op, f"{given_clause(what, spec)} and the queries {queries}", remedy)
+        raise Refused("other pieces", op, f"{given_clause(noun, spec)} and the queries {queries}", remedy)

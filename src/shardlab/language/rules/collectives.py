@@ -51,13 +51,13 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
                 return Spec(united, cells)
     for spec, name in zip(specs, names, strict=True):
         if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
-            given = f"{names[0]} gave {first} and {name} {spec}"
-            raise Refused("other values", op, given, "gather pieces of one value")
+            fault = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, fault, "gather pieces of one value")
         require_compatible(op, first, spec, names[0], name)
         if spec.form.term is not None:
-            given = f"{name} gave {spec}, which is one term of a sum and no piece of the whole"
+            fault = f"{name} gave {spec}, which is one term of a sum and no piece of the whole"
             remedy = "reduce before gathering (all_reduce, or reduce_scatter along the sequence)"
-            raise Refused("a term", op, given, remedy)
+            raise Refused("a term", op, fault, remedy)
     if form.kind is Kind.SCALAR:
         raise no_slices_refusal(op)
     if form.kind not in ROW_KINDS:
@@ -72,8 +72,8 @@ def unite_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple
     cells = 0
     for spec, name in zip(specs, names, strict=True):
         if twice := cells & spec.cells:
-            given = f"{cells_text(twice, spec.form.space)} would come from {name} and from {_earlier(name)} as well"
-            raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
+            fault = f"{cells_text(twice, spec.form.space)} would come from {name} and from {_earlier(name)} as well"
+            raise Refused("pieces overlap", op, fault, NO_OVERLAP, doubled=bits(twice))
         cells |= spec.cells
     return cells, tuple([(spec.cells, spec.joined) for spec in specs])
 
@@ -83,15 +83,15 @@ def differing_index(op: About, specs: Sequence[Spec], names: Sequence[str]) -> s
     first = specs[0]
     for spec, name in zip(specs, names, strict=True):
         if spec.cells != first.cells or spec.form.but(slices=()) is not first.form.but(slices=()):
-            given = f"{names[0]} gave {first} and {name} {spec}"
-            raise Refused("other values", op, given, "put pieces of one value together, for the same tokens")
-    held = [dict(spec.form.slices) for spec in specs]
-    every = {index for pieces in held for index in pieces}
-    apart = {index for index in every if any(pieces.get(index) != held[0].get(index) for pieces in held)} or every
-    if len(apart) != 1:
-        given = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}, which differ in more than one index"
-        raise Refused("other indices", op, given, "put together along one index, then along the other")
-    return apart.pop()
+            fault = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, fault, "put pieces of one value together, for the same tokens")
+    cuts = [dict(spec.form.slices) for spec in specs]
+    indices = {index for pieces in cuts for index in pieces}
+    unequal = {index for index in indices if any(pieces.get(index) != cuts[0].get(index) for pieces in cuts)} or indices
+    if len(unequal) != 1:
+        fault = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}, which differ in more than one index"
+        raise Refused("other indices", op, fault, "put together along one index, then along the other")
+    return unequal.pop()
 
 
 def unite_pieces(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> int:
@@ -100,8 +100,8 @@ def unite_pieces(op: About, specs: Sequence[Spec], names: Sequence[str], index: 
         pieces = spec.pieces(index)
         if twice := mask & pieces:
             noun = piece_noun(index)
-            given = f"{numbered(noun, twice)} would be counted twice ({name} and {_earlier(name)} both have it)"
-            raise Refused("pieces overlap", op, given, f"give each {noun} once", doubled=bits(twice))
+            fault = f"{numbered(noun, twice)} would be counted twice ({name} and {_earlier(name)} both have it)"
+            raise Refused("pieces overlap", op, fault, f"give each {noun} once", doubled=bits(twice))
         mask |= pieces
     return mask
 
@@ -139,8 +139,8 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             if united is not None:
                 return Spec(united, cells, specs[0][2])
     if form.term is not None and form.term.merged:
-        given = f"{specs[0]} is no term of a sum, since each rank has its own queries"
-        raise Refused("merged terms", op, given, "add these parts on the rank that has the queries")
+        fault = f"{specs[0]} is no term of a sum, since each rank has its own queries"
+        raise Refused("merged terms", op, fault, "add these parts on the rank that has the queries")
     return arithmetic.add(op, specs, names)
 
 
@@ -164,16 +164,16 @@ def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], name
     other = next((at for at, spec in enumerate(specs) if spec != first), None)
     if other is None:
         return first
-    gave = f"{names[0]} gave {first} and {names[other]} {specs[other]}"
+    values_text = f"{names[0]} gave {first} and {names[other]} {specs[other]}"
     if first.kind is Kind.SCALAR:
-        return _figures(op, gave, reduction, specs)
+        return _figures(op, values_text, reduction, specs)
     if first.kind is Kind.WEIGHT:
-        given = f"{gave}; the {by} of different weights is no weight"
-        raise Refused("replicas differ", op, given, "give the same on all ranks")
+        fault = f"{values_text}; the {by} of different weights is no weight"
+        raise Refused("replicas differ", op, fault, "give the same on all ranks")
     if reduction is Reduction.MEAN:
         return arithmetic.apply_factor(op, reduce(op, specs, names), 1 / factor_of(len(specs)))
-    given = f"{gave}; the {by} of different gradients is no gradient"
-    raise Refused("replicas differ", op, given, 'take reduction="sum"')
+    fault = f"{values_text}; the {by} of different gradients is no gradient"
+    raise Refused("replicas differ", op, fault, 'take reduction="sum"')
 
 
 def scatter(op: About, total: Spec, parts: int) -> list[Spec]:
@@ -199,18 +199,18 @@ def scatter_part(op: About, total: Spec, parts: int, place: int) -> Spec:
     if form.kind not in ROW_KINDS:
         holds = next(islice(form.holds.split(parts), place, None))
         return Spec(form.but(holds=holds), total[1])
-    dealt = divide_cells(total, parts)
-    if dealt is None:
-        given = f"{total} has sequences of {form.space.sequence} slices, which do not divide among {parts} ranks"
-        raise Refused("does not divide", op, given, "scatter over an axis whose ranks divide them")
-    cells, joined = dealt[place]
+    part_cells = divide_cells(total, parts)
+    if part_cells is None:
+        fault = f"{total} has sequences of {form.space.sequence} slices, which do not divide among {parts} ranks"
+        raise Refused("does not divide", op, fault, "scatter over an axis whose ranks divide them")
+    cells, joined = part_cells[place]
     return Spec(form, cells, joined)
 
 
-def numbering_of_parts(part: str, of: int, most: int) -> str:
-    """Return the remedy for a wrong part number: a value has `of` equal parts, and `of` may be at most `most`."""
-    if of > most:
-        return f"take at most {most:,} {part}s"
+def numbering_of_parts(part: str, of: int, maximum: int) -> str:
+    """Return the remedy for a wrong part number: a value has `of` equal parts, and `of` may be at most `maximum`."""
+    if of > maximum:
+        return f"take at most {maximum:,} {part}s"
     return f"of {of} {part}s, name one of 0-{of - 1}" if of > 1 else f"give the number of {part}s as `of`: 2 or more"
 
 
@@ -229,12 +229,12 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
         raise Refused("wrong kind", op, f"{value} was given", remedy)
     if value.kind not in ROW_KINDS:
         return Spec(_slice(value[0], place, parts), value[1])
-    dealt = divide_cells(value, parts)
-    if dealt is None:
-        what = "sequence slice" if value.form.space.sequence > 1 else "microbatch"
-        given = f"{value} has {counted(value.cells.bit_count(), what)}, no multiple of {parts}"
-        raise Refused("does not divide", op, given, "take a number of parts that divides them")
-    cells, joined = dealt[place]
+    part_cells = divide_cells(value, parts)
+    if part_cells is None:
+        noun = "sequence slice" if value.form.space.sequence > 1 else "microbatch"
+        fault = f"{value} has {counted(value.cells.bit_count(), noun)}, no multiple of {parts}"
+        raise Refused("does not divide", op, fault, "take a number of parts that divides them")
+    cells, joined = part_cells[place]
     return Spec(value[0], cells, joined)
 
 
@@ -242,8 +242,8 @@ def is_view(whole: Spec, part: Spec) -> bool:
     """Return whether a slice is a view of the whole value's memory: its tokens must be contiguous there."""
     if whole.kind not in ROW_KINDS:
         return True
-    runs = (whole.microbatches, part.microbatches), (slices_of_any_sequence(whole), slices_of_any_sequence(part))
-    return all(held & (1 << mine.bit_length()) - (mine & -mine) == mine for held, mine in runs)
+    mask_pairs = (whole.microbatches, part.microbatches), (slices_of_any_sequence(whole), slices_of_any_sequence(part))
+    return all(outer & (1 << inner.bit_length()) - (inner & -inner) == inner for outer, inner in mask_pairs)
 
 
 def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
@@ -258,8 +258,8 @@ def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
     if space.sequence > 1:
         return _runs_of_sequences(spec.cells, parts, space.sequence)
     cells = list(bits(spec.cells))
-    each, rest = divmod(len(cells), parts)
-    return None if rest else [(mask_of(cells[i * each : (i + 1) * each]), ()) for i in range(parts)]
+    run_length, rest = divmod(len(cells), parts)
+    return None if rest else [(mask_of(cells[i * run_length : (i + 1) * run_length]), ()) for i in range(parts)]
 
 
 def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
@@ -277,7 +277,7 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
     first, count = specs[0], len(specs)
     form = first.form
     indices = [index for index in indices if INDICES[index].exchanged]
-    if len(indices) != 1 or (form.term is not None and form.term.over == KEY):
+    if len(indices) != 1 or (form.term is not None and form.term.indices == KEY):
         remedy = (
             "exchange what may be cut along another index than the batch, as experts' buffers are: what goes into "
             "experts or comes out of them"
@@ -292,29 +292,29 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
             remedy = "let all members give buffers of all experts, or all of some experts, of one layer"
             raise Refused("other values", op, f"{names[0]} gave {first} and {name} {spec}", remedy)
         if spec.cells.bit_count() != count_of_first:
-            given = f"{names[0]} gave {first} and {name} {spec}"
-            raise Refused("other tokens", op, given, "give the same number of microbatches on all ranks")
+            fault = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other tokens", op, fault, "give the same number of microbatches on all ranks")
     if count == 1:
         return list(specs)
     if all(spec.form is form for spec in specs):
         runs = _runs(form, index, count)
         if runs is None:
-            held = counted(first.pieces(index).bit_count(), piece_noun(index))
-            given = f"{held} cannot be divided evenly among {count} ranks"
-            raise Refused("does not divide", op, given, "use a group whose size divides their number")
+            pieces_text = counted(first.pieces(index).bit_count(), piece_noun(index))
+            fault = f"{pieces_text} cannot be divided evenly among {count} ranks"
+            raise Refused("does not divide", op, fault, "use a group whose size divides their number")
         cells, joined = unite_cells(op, specs, names)
         return [Spec(run, cells, joined) for run in runs]
     united = _united_runs(tuple([spec.form for spec in specs]), index)
     if united is None:
         _refuse_runs(op, specs, names, index)
-    dealt = divide_cells(first, count)
-    if dealt is None:
-        given = f"{first} does not divide among {count} ranks"
-        raise Refused("does not divide", op, given, "give each rank the same number of microbatches")
+    member_cells = divide_cells(first, count)
+    if member_cells is None:
+        fault = f"{first} does not divide among {count} ranks"
+        raise Refused("does not divide", op, fault, "give each rank the same number of microbatches")
     if any(spec.cells != first.cells for spec in specs):
-        given = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}"
-        raise Refused("other tokens", op, given, "give the same microbatches")
-    return [Spec(united, cells, joined) for cells, joined in dealt]
+        fault = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}"
+        raise Refused("other tokens", op, fault, "give the same microbatches")
+    return [Spec(united, cells, joined) for cells, joined in member_cells]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -336,20 +336,20 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
     first = specs[0]
     united = Holds(0, first.form.holds.of)
     for spec, name in zip(specs, names, strict=True):
-        if spec.cells != first.cells or spec.form.over != first.form.over:
-            given = (
+        if spec.cells != first.cells or spec.form.sums != first.form.sums:
+            fault = (
                 f"{names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together they "
                 "are the gradient of neither"
             )
-            raise Refused("other sums", op, given, "reduce before gathering")
+            raise Refused("other sums", op, fault, "reduce before gathering")
         twice, of = united & spec.form.holds
         if twice:
-            what = "all of it" if first.form.holds.complete else f"{numbered('slice', twice)} of {of}"
-            given, remedy = f"{what} would come from {name} and from {_earlier(name)} as well", NO_OVERLAP
+            overlap_text = "all of it" if first.form.holds.complete else f"{numbered('slice', twice)} of {of}"
+            fault, remedy = f"{overlap_text} would come from {name} and from {_earlier(name)} as well", NO_OVERLAP
             if first.form.holds.complete:
-                given = f"{first} is whole on these ranks already, so {given}"
+                fault = f"{first} is whole on these ranks already, so {fault}"
                 remedy = "use it without this gather, or gather the shard: keep it under a key of its own"
-            raise Refused("pieces overlap", op, given, remedy, doubled=bits(twice))
+            raise Refused("pieces overlap", op, fault, remedy, doubled=bits(twice))
         united |= spec.form.holds
     raise AssertionError("slices that fit are put together")
 
@@ -358,8 +358,8 @@ def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> 
     """Return the concatenation of pieces of one index, for the same tokens."""
     first, index = specs[0], differing_index(op, specs, names)
     if not INDICES[index].gathered:
-        given = f"{first} was given, which cannot be gathered"
-        raise Refused("not gathered", op, given, INDICES[index].together)
+        fault = f"{first} was given, which cannot be gathered"
+        raise Refused("not gathered", op, fault, INDICES[index].together)
     return first._replace(form=with_pieces(first.form, index, unite_pieces(op, specs, names, index)))
 
 
@@ -375,14 +375,14 @@ def _united_terms(forms: tuple[Form, ...]) -> Form | None:
     """
     first, bare, total = forms[0], forms[0].but(term=None), 0
     assert first.term is not None
-    over = first.term.over
+    indices = first.term.indices
     for form in forms:
         term = form.term
-        if term is None or term.over != over or term.bits & total or form.but(term=None) is not bare:
+        if term is None or term.indices != indices or term.bits & total or form.but(term=None) is not bare:
             return None
         total |= term.bits
-    count = math.prod(first.space.count(index) for index in over)
-    if over == KEY:
+    count = math.prod(first.space.count(index) for index in indices)
+    if indices == KEY:
         return None
     return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
 
@@ -419,23 +419,21 @@ def slices_of_any_sequence(spec: Spec) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | None:
-    held: dict[int, list[int]] = {}
+    rows: dict[int, list[int]] = {}
     for cell in bits(cells):
-        held.setdefault(cell // sequence, []).append(cell)
-    if any(len(each) % parts for each in held.values()):
+        rows.setdefault(cell // sequence, []).append(cell)
+    if any(len(row) % parts for row in rows.values()):
         return None
-    runs = [
-        [each[i * len(each) // parts : (i + 1) * len(each) // parts] for each in held.values()] for i in range(parts)
-    ]
-    return [(mask_of(cell for run in each for cell in run), ()) for each in runs]
+    runs = [[row[i * len(row) // parts : (i + 1) * len(row) // parts] for row in rows.values()] for i in range(parts)]
+    return [(mask_of(cell for run in member for cell in run), ()) for member in runs]
 
 
 @lru_cache(maxsize=1 << 12)
 def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
-    """Return the forms of a value that is cut into equal runs of pieces of an index; None if they do not divide."""
-    held = list(bits(dict(form.slices).get(index, form.space.full(index))))
-    each, rest = divmod(len(held), parts)
-    return None if rest else [with_pieces(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]
+    """Return the forms of a value that is cut into equal runs of cut of an index; None if they do not divide."""
+    cut = list(bits(dict(form.slices).get(index, form.space.full(index))))
+    size, rest = divmod(len(cut), parts)
+    return None if rest else [with_pieces(form, index, mask_of(cut[i * size : (i + 1) * size])) for i in range(parts)]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -454,5 +452,5 @@ def _refuse_runs(op: About, specs: Sequence[Spec], names: Sequence[str], index: 
     """Refuse the members' pieces of an index, with the reason why they cannot be joined."""
     differing_index(op, specs, names)
     unite_pieces(op, specs, names, index)
-    given = f"the ranks have their {piece_noun(index)}s in another order than the group's"
-    raise Refused("other order", op, given, "let them meet in its order")
+    fault = f"the ranks have their {piece_noun(index)}s in another order than the group's"
+    raise Refused("other order", op, fault, "let them meet in its order")

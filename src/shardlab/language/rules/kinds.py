@@ -108,9 +108,9 @@ def bytes_of(dtype: str) -> float:
     >>> bytes_of("bfloat16"), bytes_of("float4")
     (2.0, 0.5)
     """
-    found = re.search(r"\d+", dtype)
-    assert found is not None, f"{dtype} does not say its bits"
-    return int(found[0]) / 8
+    match = re.search(r"\d+", dtype)
+    assert match is not None, f"{dtype} does not say its bits"
+    return int(match[0]) / 8
 
 
 class Index(NamedTuple):
@@ -145,8 +145,8 @@ INDICES = {
 
 def piece_noun(index: str) -> str:
     """Return the noun for one piece of an index."""
-    known = INDICES.get(index)
-    return known.piece if known else index
+    entry = INDICES.get(index)
+    return entry.piece if entry else index
 
 
 MOST_DOUBLINGS = 64
@@ -181,17 +181,17 @@ class Factor:
     def __init__(self, ratio: Fraction, tokens: Tokens) -> None:
         self.ratio, self.tokens = ratio, tokens
 
-    def beyond(self, most: int = MOST_DOUBLINGS) -> str:
+    def why_out_of_range(self, max_doublings: int = MOST_DOUBLINGS) -> str:
         """Return why this factor is out of range, or "" if it is not.
 
         Args:
-            most: the range is 2^-most to 2^most.
+            max_doublings: the range is 2^-max_doublings to 2^max_doublings.
         """
-        above, below = self.ratio.numerator.bit_length(), self.ratio.denominator.bit_length()
-        if abs(above - below) > most:
-            return f"about 2^{above - below}, beyond 2^-{most} and 2^{most}"
-        if above > MOST_BITS:
-            return f"a ratio of numbers of {above:,} bits, more than {MOST_BITS:,}"
+        numerator_bits, denominator_bits = self.ratio.numerator.bit_length(), self.ratio.denominator.bit_length()
+        if abs(numerator_bits - denominator_bits) > max_doublings:
+            return f"about 2^{numerator_bits - denominator_bits}, beyond 2^-{max_doublings} and 2^{max_doublings}"
+        if numerator_bits > MOST_BITS:
+            return f"a ratio of numbers of {numerator_bits:,} bits, more than {MOST_BITS:,}"
         counts = sum(abs(power) for _, power in self.tokens)
         return "" if counts <= MOST_TOKEN_COUNTS else f"{counts} counts of tokens, more than {MOST_TOKEN_COUNTS}"
 
@@ -212,10 +212,10 @@ class Factor:
         return factor_of, (self.ratio, self.tokens)
 
     def __str__(self) -> str:
-        above = [_text(mask, power) for mask, power in self.tokens if power > 0]
-        below = [_text(mask, -power) for mask, power in self.tokens if power < 0]
-        ratio = [] if self.ratio == 1 and above else [str(self.ratio)]
-        return " / ".join([" x ".join([*ratio, *above]), *below])
+        numerator = [_text(mask, power) for mask, power in self.tokens if power > 0]
+        denominator = [_text(mask, -power) for mask, power in self.tokens if power < 0]
+        ratio = [] if self.ratio == 1 and numerator else [str(self.ratio)]
+        return " / ".join([" x ".join([*ratio, *numerator]), *denominator])
 
     __repr__ = __str__
 
@@ -274,8 +274,8 @@ class Holds(NamedTuple):
             Refused: for more than `MOST_PIECES` pieces.
         """
         if of > MOST_PIECES:
-            given = f"slices of {self.of:,} would be counted in {number_text(of)} pieces, to be compared with others"
-            raise Refused("unknown slice", "", given, "cut by numbers of which one divides the other")
+            fault = f"slices of {self.of:,} would be counted in {number_text(of)} pieces, to be compared with others"
+            raise Refused("unknown slice", "", fault, "cut by numbers of which one divides the other")
         times = of // self.of
         if times == 1 or not self.mask:
             return Holds(self.mask, of)
@@ -308,7 +308,7 @@ class Holds(NamedTuple):
         mine, theirs = in_equal_pieces(self, other)
         return theirs.mask & ~mine.mask == 0
 
-    def same(self, other: Holds) -> bool:
+    def equals(self, other: Holds) -> bool:
         mine, theirs = in_equal_pieces(self, other)
         return mine.mask == theirs.mask
 

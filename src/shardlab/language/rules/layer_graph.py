@@ -49,7 +49,7 @@ class Node:
 
     def __hash__(self) -> int:
         tensors = (self.reads, self.makes, self.weights)
-        return hash((self.name, *(pair for each in tensors for pair in each.items()), self.whole))
+        return hash((self.name, *(pair for indices_of in tensors for pair in indices_of.items()), self.whole))
 
 
 class Port(NamedTuple):
@@ -154,16 +154,16 @@ def boundaries(layers: Sequence[Sequence[tuple[Tensors, Tensors]]]) -> list[tupl
     """
     inputs: list[set[str]] = [set() for _ in layers]
     outputs: list[set[str]] = [set() for _ in layers]
-    made: dict[str, int] = {}
+    producers: dict[str, int] = {}
     for number, layer in enumerate(layers):
         for reads, makes in layer:
             for name in reads:
-                maker = made.get(name)
-                if maker != number:
+                producer = producers.get(name)
+                if producer != number:
                     inputs[number].add(name)
-                    if maker is not None:
-                        outputs[maker].add(name)
-            made |= dict.fromkeys(makes, number)
+                    if producer is not None:
+                        outputs[producer].add(name)
+            producers |= dict.fromkeys(makes, number)
     outputs[-1] = {"x"}
     return [(_ordered(takes), _ordered(gives)) for takes, gives in zip(inputs, outputs, strict=True)]
 
@@ -177,27 +177,27 @@ def is_attention(reads: Sequence[Tensors]) -> bool:
     return len(reads) == 1 and set(reads[0]) == {"q", "kv"}
 
 
-def build_layers(written: Sequence[LayerDefinition], *, tied: bool = False) -> tuple[Layer, ...]:
+def build_layers(definitions: Sequence[LayerDefinition], *, tied: bool = False) -> tuple[Layer, ...]:
     """Build a model's layers from nodes. A definition with only an attention becomes an op, not a layer.
 
     Args:
         tied: whether the last layer uses the first layer's weight.
     """
-    crossed = boundaries([[(node.reads, node.makes) for node in nodes] for _, nodes, _ in written])
+    boundary_tensors = boundaries([[(node.reads, node.makes) for node in nodes] for _, nodes, _ in definitions])
     layers = [
-        (each, *met)
-        for each, met in zip(written, crossed, strict=True)
-        if not is_attention([node.reads for node in each[1]])
+        (definition, *tensors)
+        for definition, tensors in zip(definitions, boundary_tensors, strict=True)
+        if not is_attention([node.reads for node in definition[1]])
     ]
-    made: list[Layer] = []
-    for l, ((name, nodes, cut), taken, given) in enumerate(layers):
+    result: list[Layer] = []
+    for l, ((name, nodes, cut), reads, makes) in enumerate(layers):
         readers = {
-            tensor: next((r for r in range(l + 1, len(layers)) if tensor in layers[r][1]), -1) for tensor in given
+            tensor: next((r for r in range(l + 1, len(layers)) if tensor in layers[r][1]), -1) for tensor in makes
         }
         last = tied and l == len(layers) - 1
-        inputs, outputs = _ports(taken, l, dict.fromkeys(taken, l)), _ports(given, l + 1, readers)
-        made.append(_with_unique_names(Layer(name, tuple(nodes), inputs, outputs, cut, 0 if last else l, int(last))))
-    return tuple(made)
+        inputs, outputs = _ports(reads, l, dict.fromkeys(reads, l)), _ports(makes, l + 1, readers)
+        result.append(_with_unique_names(Layer(name, tuple(nodes), inputs, outputs, cut, 0 if last else l, int(last))))
+    return tuple(result)
 
 
 CARRIED = {"s": Kind.RESIDUAL, "gates": Kind.ROUTING, "choices": Kind.ROUTING}
@@ -216,14 +216,14 @@ class Mismatch(Exception):
     Attributes:
         tensor: name of the tensor at fault.
         index: the index.
-        wanted: the pieces of the index that it must have, as a bit mask (None: all).
-        given: the pieces that it has, as a bit mask (None: all).
+        expected: the pieces of the index that it must have, as a bit mask (None: all).
+        actual: the pieces that it has, as a bit mask (None: all).
         of_gradient: whether the tensor's gradient is at fault, rather than the tensor.
     """
 
-    def __init__(self, tensor: str, index: str, wanted: int | None, given: int | None, of_gradient: bool) -> None:
+    def __init__(self, tensor: str, index: str, expected: int | None, actual: int | None, of_gradient: bool) -> None:
         super().__init__(tensor, index)
-        self.tensor, self.index, self.wanted, self.given = tensor, index, wanted, given
+        self.tensor, self.index, self.expected, self.actual = tensor, index, expected, actual
         self.of_gradient = of_gradient
 
 
@@ -239,29 +239,31 @@ class Extent(NamedTuple):
     term: Term | None = None
 
 
-def forward(layer: Layer, given: Mapping[str, Extent], cut: Mapping[str, int], space: Space) -> dict[str, Extent]:
+def forward(layer: Layer, inputs: Mapping[str, Extent], cut: Mapping[str, int], space: Space) -> dict[str, Extent]:
     """Return the extent of every tensor of a layer.
 
     Args:
-        given: the extents of the inputs.
+        inputs: the extents of the inputs.
         cut: the pieces of each index of the weights, and of each dealt index (`Node.deals`), if that index is not
             whole.
 
     Raises:
         Mismatch: if operands do not fit.
     """
-    held = dict(given)
+    extents = dict(inputs)
     for node in layer.nodes:
-        joint = _shared_pieces(node, held, cut)
+        joint = _shared_pieces(node, extents, cut)
         for name in node.reads:
-            if (term := held[name].term) is not None:  # an input that was not whole
-                index = term.over[0]
+            if (term := extents[name].term) is not None:  # an input that was not whole
+                index = term.indices[0]
                 first = layer.inputs[0].tensor
-                raise Mismatch(first, index, None, given[first].slices.get(index, term.bits), of_gradient=False)
-        for made, indices in node.makes.items():
-            own = indices.split()
-            held[made] = Extent({i: joint[i] for i in own if i in joint}, _term_of_contraction(joint, own, space))
-    return held
+                raise Mismatch(first, index, None, inputs[first].slices.get(index, term.bits), of_gradient=False)
+        for output, indices in node.makes.items():
+            dims = indices.split()
+            extents[output] = Extent(
+                {i: joint[i] for i in dims if i in joint}, _term_of_contraction(joint, dims, space)
+            )
+    return extents
 
 
 class Gradients(NamedTuple):
@@ -277,7 +279,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    layer: Layer, held: Mapping[str, Extent], given: Mapping[str, Extent], cut: Mapping[str, int], space: Space
+    layer: Layer, extents: Mapping[str, Extent], out_grads: Mapping[str, Extent], cut: Mapping[str, int], space: Space
 ) -> Gradients:
     """Return the gradients of a layer.
 
@@ -287,33 +289,33 @@ def backward(
     refused.
 
     Args:
-        held: the extents of the layer's tensors, from `forward`.
-        given: the extents of the gradients of the layer's outputs.
+        extents: the extents of the layer's tensors, from `forward`.
+        out_grads: the extents of the gradients of the layer's outputs.
 
     Raises:
         Mismatch: if a gradient does not fit what was computed.
     """
-    gradients = dict(given)
+    gradients = dict(out_grads)
     of_weights: Term | None = None
     for node in reversed(layer.nodes):
-        joint = _shared_pieces(node, held, cut)
-        given_term: Term | None = None
-        for made, indices in node.makes.items():
-            if made in gradients:
-                _require_gradient(node, made, indices, gradients[made], joint)
-                given_term = gradients[made].term or given_term
-        if node.affine and given_term is not None and not layer.deals.issuperset(given_term.over):
-            raise Mismatch(layer.outputs[0].tensor, given_term.over[0], None, given_term.bits, of_gradient=True)
+        joint = _shared_pieces(node, extents, cut)
+        term: Term | None = None
+        for output, indices in node.makes.items():
+            if output in gradients:
+                _require_gradient(node, output, indices, gradients[output], joint)
+                term = gradients[output].term or term
+        if node.affine and term is not None and not layer.deals.issuperset(term.indices):
+            raise Mismatch(layer.outputs[0].tensor, term.indices[0], None, term.bits, of_gradient=True)
         if node.weights:
-            of_weights = given_term
-        for read, indices in node.reads.items():
-            own = indices.split()
+            of_weights = term
+        for operand, indices in node.reads.items():
+            dims = indices.split()
             gradient = Extent(
-                {i: joint[i] for i in own if i in joint}, _term_of_contraction(joint, own, space) or given_term
+                {i: joint[i] for i in dims if i in joint}, _term_of_contraction(joint, dims, space) or term
             )
-            if read in gradients and gradients[read].term != gradient.term:
-                raise _partial_gradient_mismatch(given, gradients[read].term or gradient.term)
-            gradients[read] = gradient
+            if operand in gradients and gradients[operand].term != gradient.term:
+                raise _partial_gradient_mismatch(out_grads, gradients[operand].term or gradient.term)
+            gradients[operand] = gradient
     return Gradients(gradients, of_weights)
 
 
@@ -347,52 +349,52 @@ def _with_unique_names(layer: Layer) -> Layer:
     return replace(layer, nodes=tuple(nodes), outputs=outputs)
 
 
-def _partial_gradient_mismatch(given: Mapping[str, Extent], term: Term | None) -> Mismatch:
+def _partial_gradient_mismatch(out_grads: Mapping[str, Extent], term: Term | None) -> Mismatch:
     """Return the error about a partial gradient of a tensor that also receives whole gradients."""
     assert term is not None
-    index = term.over[0]
-    tensor = next(name for name, gradient in given.items() if index in gradient.slices)
-    return Mismatch(tensor, index, None, given[tensor].slices[index], of_gradient=True)
+    index = term.indices[0]
+    tensor = next(name for name, gradient in out_grads.items() if index in gradient.slices)
+    return Mismatch(tensor, index, None, out_grads[tensor].slices[index], of_gradient=True)
 
 
-def _shared_pieces(node: Node, held: Mapping[str, Extent], cut: Mapping[str, int]) -> dict[str, int]:
+def _shared_pieces(node: Node, extents: Mapping[str, Extent], cut: Mapping[str, int]) -> dict[str, int]:
     """Return the pieces of every index that is not whole in a node's operands, which must agree on them."""
     joint = {index: cut.get(index) for indices in node.weights.values() for index in indices.split()}
     joint.update({index: cut.get(index) for index in node.deals})
     joint.update(dict.fromkeys(node.whole))
     for name, indices in node.reads.items():
-        _require_known(name, indices, held[name])
+        _require_known(name, indices, extents[name])
         for index in indices.split():
-            mine = held[name].slices.get(index)
+            mine = extents[name].slices.get(index)
             if joint.setdefault(index, mine) != mine:
                 raise Mismatch(name, index, joint[index], mine, of_gradient=False)
     return {index: mask for index, mask in joint.items() if mask is not None}
 
 
-def _require_known(name: str, indices: str, given: Extent, *, of_gradient: bool = False) -> None:
+def _require_known(name: str, indices: str, extent: Extent, *, of_gradient: bool = False) -> None:
     """Require that a tensor is cut only along indices that it has."""
-    for index, mask in given.slices.items():
+    for index, mask in extent.slices.items():
         if index not in indices.split():
             raise Mismatch(name, index, None, mask, of_gradient)
 
 
-def _term_of_contraction(joint: Mapping[str, int], own: Iterable[str], space: Space) -> Term | None:
+def _term_of_contraction(joint: Mapping[str, int], output_indices: Iterable[str], space: Space) -> Term | None:
     """Return the term that results from summing over the cut indices that the output lacks."""
-    own = set(own)
-    gone = sorted(index for index in joint if index not in own)
-    if not gone:
+    output_indices = set(output_indices)
+    summed_indices = sorted(index for index in joint if index not in output_indices)
+    if not summed_indices:
         return None
     tuples = [0]
-    for index in gone:
+    for index in summed_indices:
         count = space.count(index)
         tuples = [base * count + piece for base in tuples for piece in bits(joint[index])]
-    return Term(tuple(gone), mask_of(tuples))
+    return Term(tuple(summed_indices), mask_of(tuples))
 
 
-def _require_gradient(node: Node, made: str, indices: str, gradient: Extent, joint: Mapping[str, int]) -> None:
+def _require_gradient(node: Node, output: str, indices: str, gradient: Extent, joint: Mapping[str, int]) -> None:
     """Require that a gradient has the pieces of the output to which it belongs."""
-    _require_known(made, indices, gradient, of_gradient=True)
+    _require_known(output, indices, gradient, of_gradient=True)
     for index in indices.split():
         mine, theirs = joint.get(index), gradient.slices.get(index)
         if mine != theirs and not (node.takes_own and theirs is None):
-            raise Mismatch(made, index, mine, theirs, of_gradient=True)
+            raise Mismatch(output, index, mine, theirs, of_gradient=True)

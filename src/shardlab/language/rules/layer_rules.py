@@ -77,7 +77,7 @@ class ForwardResult(NamedTuple):
     """Result of a forward pass: the forms of the outputs, and of the value that the layer saves."""
 
     outputs: tuple[Form, ...]
-    saved: Form
+    saved_form: Form
 
 
 class BackwardResult(NamedTuple):
@@ -88,15 +88,15 @@ class BackwardResult(NamedTuple):
         spread: factor from the bit set of the cells to the bit set of the weight's gradient, in which each use of the
             weight and each term that is summed has a copy of the cells' bits.
         inputs: forms of the inputs' gradients.
-        saved: form of the value that the forward pass must have saved.
-        half: form of the value that the first half of the pass leaves for the second. It has the gradients' factor.
+        saved_form: form of the value that the forward pass must have saved.
+        half_form: form of the value that the first half of the pass leaves for the second, with the gradients' factor.
     """
 
     weight: Form
     spread: int
     inputs: tuple[Form, ...]
-    saved: Form
-    half: Form
+    saved_form: Form
+    half_form: Form
 
 
 class Rules:
@@ -112,7 +112,7 @@ class Rules:
 
     def __init__(self, layers: Sequence[Layer], space: Space, directed: Iterable[int] = ()) -> None:
         self.space = space
-        stacked = {index for index, each in INDICES.items() if each.stacked}
+        stacked = {index for index, properties in INDICES.items() if properties.stacked}
         self.directed = {l: math.prod(space.count(i) for i in layers[l].cut if i in stacked) for l in directed}
         self.layers = [LayerRules(layer, space) for layer in layers]
         self._updates: dict[tuple[int | Form, ...], tuple[Spec, Spec]] = {}
@@ -123,26 +123,26 @@ class Rules:
         for layer in layers:
             for port in (*layer.inputs, *layer.outputs):
                 tensors = [tensors for node in layer.nodes for tensors in (node.reads, node.makes)]
-                own = {index for indices in tensors for index in indices.get(port.tensor, "").split()}
-                if mine := tuple(sorted(own & names)):
-                    self.indices[port.kind, port.layer] = self.indices[GRADIENT_OF[port.kind], port.layer] = mine
+                port_indices = {index for indices in tensors for index in indices.get(port.tensor, "").split()}
+                if cut_indices := tuple(sorted(port_indices & names)):
+                    self.indices[port.kind, port.layer] = self.indices[GRADIENT_OF[port.kind], port.layer] = cut_indices
 
-    def update(self, layer: int, given: Sequence[Spec], trained: int) -> tuple[Spec, Spec]:
+    def update(self, layer: int, inputs: Sequence[Spec], trained: int) -> tuple[Spec, Spec]:
         """Return the new weight and optimizer state of an update.
 
         Args:
-            given: (gradient, weight, optimizer state[, norm][, direction]).
+            inputs: (gradient, weight, optimizer state[, norm][, direction]).
             trained: bit set of the trained layers known so far; a norm must cover all of them.
 
         Raises:
             Refused: as `optimizer_step.update` does.
         """
-        key = (trained, *[spec[0] for spec in given])
-        made = self._updates.get(key)
-        if made is None or made[0][0].layer != layer or given[0][1] != optimizer_step.full_sum(given[0][0]):
-            gradient, weight, opt_state, *others = given
+        key = (trained, *[spec[0] for spec in inputs])
+        new_specs = self._updates.get(key)
+        if new_specs is None or new_specs[0][0].layer != layer or inputs[0][1] != optimizer_step.full_sum(inputs[0][0]):
+            gradient, weight, opt_state, *others = inputs
             norm, direction = optimizer_step.norm_and_direction(others)
-            made = self._updates[key] = optimizer_step.update(
+            new_specs = self._updates[key] = optimizer_step.update(
                 layer,
                 gradient,
                 weight,
@@ -152,20 +152,20 @@ class Rules:
                 trained=Holds(trained, len(self.layers)),
                 pieces=self.directed.get(layer),
             )
-        return made
+        return new_specs
 
-    def direction(self, layer: int, given: Sequence[Spec], trained: int) -> Spec:
+    def direction(self, layer: int, inputs: Sequence[Spec], trained: int) -> Spec:
         """Return the direction of an update.
 
         Args:
-            given: (gradient, optimizer state[, norm]).
+            inputs: (gradient, optimizer state[, norm]).
             trained: as for `update`.
 
         Raises:
             Refused: as `optimizer_step.direction` does.
         """
         parameters = Holds(trained, len(self.layers))
-        return optimizer_step.direction(layer, *given, trained=parameters, pieces=self.directed.get(layer))
+        return optimizer_step.direction(layer, *inputs, trained=parameters, pieces=self.directed.get(layer))
 
     def attend(self, layer: int, queries: Spec, keys_values: Spec) -> Spec:
         """Return the result of `attention.attend`, from a table if the forms are known.
@@ -174,12 +174,12 @@ class Rules:
             Refused: as `attention.attend` does.
         """
         form, cells, joined = queries
-        (of, ours), (of_keys, theirs) = self._split(cells, keys_values[1])
-        key = (layer, form, keys_values[0], ours, theirs)
-        made = self._attended.get(key) if of == of_keys else None
-        if made is None:
-            made = self._attended[key] = attention.attend(layer, queries, keys_values)[0]
-        return new_spec(Spec, (made, cells, joined))
+        (batch, q_slices), (k_batch, k_slices) = self._split(cells, keys_values[1])
+        key = (layer, form, keys_values[0], q_slices, k_slices)
+        output_form = self._attended.get(key) if batch == k_batch else None
+        if output_form is None:
+            output_form = self._attended[key] = attention.attend(layer, queries, keys_values)[0]
+        return new_spec(Spec, (output_form, cells, joined))
 
     def attend_backward(
         self, layer: int, queries: Spec, keys_values: Spec, attention_output: Spec, gradient: Spec
@@ -190,14 +190,14 @@ class Rules:
             Refused: as `attention.attend_backward` does.
         """
         (form, cells, joined), (keys_form, keys_cells, keys_joined) = queries, keys_values
-        (of, ours), (of_keys, theirs) = self._split(cells, keys_cells)
-        key = (layer, form, keys_form, attention_output[0], gradient[0], ours, theirs)
-        known = of == of_keys and attention_output[1] == cells == gradient[1]
-        made = self._attended_back.get(key) if known else None
-        if made is None:
+        (batch, q_slices), (k_batch, k_slices) = self._split(cells, keys_cells)
+        key = (layer, form, keys_form, attention_output[0], gradient[0], q_slices, k_slices)
+        same_tokens = batch == k_batch and attention_output[1] == cells == gradient[1]
+        grad_forms = self._attended_back.get(key) if same_tokens else None
+        if grad_forms is None:
             grads = attention.attend_backward(layer, queries, keys_values, attention_output, gradient)
-            made = self._attended_back[key] = grads[0][0], grads[1][0]
-        return new_spec(Spec, (made[0], cells, joined)), new_spec(Spec, (made[1], keys_cells, keys_joined))
+            grad_forms = self._attended_back[key] = grads[0][0], grads[1][0]
+        return new_spec(Spec, (grad_forms[0], cells, joined)), new_spec(Spec, (grad_forms[1], keys_cells, keys_joined))
 
     def _split(self, cells: int, keys_cells: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (microbatches, slices of each microbatch) twice: of the queries, and of the keys and values."""
@@ -240,18 +240,18 @@ class LayerRules:
         key: tuple[object, ...] = (weight[0], form) if len(inputs) == 1 else (weight[0], *[spec[0] for spec in inputs])
         if part is not None:
             key += (part,)
-        made = self._forward.get(key)
-        if made is None:
-            made = self._forward[key] = self._derive_forward(self._about(op), inputs, weight, part)
+        result = self._forward.get(key)
+        if result is None:
+            result = self._forward[key] = self._derive_forward(self._about(op), inputs, weight, part)
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
         for other in inputs[1:]:
             if other[1] != cells:
                 self._refuse_other_cells(op, other, first)
         specs: list[Spec] = []
-        for output in made[0]:  # no comprehension, which is a call on Python 3.11
+        for output in result[0]:  # no comprehension, which is a call on Python 3.11
             specs.append(new_spec(Spec, (output, cells, joined)))
-        return specs, new_spec(Spec, (made[1], cells, ()))
+        return specs, new_spec(Spec, (result[1], cells, ()))
 
     def backward(
         self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward"
@@ -270,21 +270,21 @@ class LayerRules:
             key: tuple[Form, ...] = (weight[0], form, gradients[0][0])
         else:
             key = (weight[0], form, *[gradient[0] for gradient in gradients])
-        made = self._backward.get(key)
-        if made is None:
+        result = self._backward.get(key)
+        if result is None:
             about = self._about(op)
             cut = self._weight_pieces(about, weight, first) | self._dealt_pieces(gradients)
-            made = self._derive_backward(about, first, gradients, weight.form.holds, cut, weight, both=True)
-            self._backward[key] = made
+            result = self._derive_backward(about, first, gradients, weight.form.holds, cut, weight, whole_pass=True)
+            self._backward[key] = result
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_other_cells(op, gradient, first)
-        specs = [new_spec(Spec, (made[0], cells * made[1], ()))]
-        for own in made[2]:
-            specs.append(new_spec(Spec, (own, cells, joined)))
-        return specs, made
+        specs = [new_spec(Spec, (result[0], cells * result[1], ()))]
+        for grad_form in result[2]:
+            specs.append(new_spec(Spec, (grad_form, cells, joined)))
+        return specs, result
 
     def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:
         """Return the gradient of the weight alone.
@@ -297,20 +297,20 @@ class LayerRules:
         """
         op, cells = "backward_weight", first[1]
         key = (half[0], first[0], *[gradient[0] for gradient in gradients])
-        made = self._backward_weight.get(key)
-        if made is None:
+        result = self._backward_weight.get(key)
+        if result is None:
             about, cut = self._about(op), dict(half.form.slices)
             holds = flat_of_pieces(cut, self.layer.cut, self.space)
             cut |= self._dealt_pieces(gradients)
-            made = self._derive_backward(about, first, gradients, holds, cut, None, both=False)
-            if made[0].factor is not half[0].factor:
-                given = f"{gradients[0]} was given, but the first half was given a gradient times {half[0].factor}"
-                raise Refused("other factors", about, given, "give both halves the same gradient")
-            self._backward_weight[key] = made
+            result = self._derive_backward(about, first, gradients, holds, cut, None, whole_pass=False)
+            if result[0].factor is not half[0].factor:
+                fault = f"{gradients[0]} was given, but the first half was given a gradient times {half[0].factor}"
+                raise Refused("other factors", about, fault, "give both halves the same gradient")
+            self._backward_weight[key] = result
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_other_cells(op, gradient, first)
-        return new_spec(Spec, (made[0], cells * made[1], ()))
+        return new_spec(Spec, (result[0], cells * result[1], ()))
 
     @property
     def layer_number(self) -> int:
@@ -326,17 +326,17 @@ class LayerRules:
         step = inputs[0].step
         self._require_step(op, inputs, step)
         cut = self._weight_pieces(op, weight, inputs[0]) | self._part_pieces(op, part)
-        given = {
+        input_extents = {
             port.tensor: Extent(dict(spec.form.slices)) for spec, port in zip(inputs, self.layer.inputs, strict=True)
         }
         try:
-            held = layer_graph.forward(self.layer, given, cut, self.space)
+            extents = layer_graph.forward(self.layer, input_extents, cut, self.space)
         except Mismatch as mismatch:
             raise self._refusal(op, mismatch, inputs, (), weight) from None
-        outputs = [self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs]
-        return ForwardResult(tuple(outputs), self._saved(cut, step))
+        outputs = [self._form(port.kind, port.layer, step, extents[port.tensor]) for port in self.layer.outputs]
+        return ForwardResult(tuple(outputs), self._saved_form(cut, step))
 
-    def _saved(self, cut: dict[str, int], step: int) -> Form:
+    def _saved_form(self, cut: dict[str, int], step: int) -> Form:
         """Return the form of the value that a layer saves in a pass with these pieces of its weight."""
         slices = layer_graph.sorted_slices(
             {index: mask for index, mask in cut.items() if index not in self.layer.deals}
@@ -352,18 +352,18 @@ class LayerRules:
         if part is None:
             return {}
         if not self.layer.deals:
-            given = f"part {part} was asked for, but this {self.layer.name} layer makes its output whole"
-            raise Refused("unknown slice", op, given, "ask for no part")
+            fault = f"part {part} was asked for, but this {self.layer.name} layer makes its output whole"
+            raise Refused("unknown slice", op, fault, "ask for no part")
         (index,) = self.layer.deals
         count = self.space.count(index)
         if count % part.of:
-            given = f"part {part} was asked for, but the layer has {counted(count, piece_noun(index))}"
-            raise Refused("does not divide", op, given, "ask for a number of parts that divides them")
+            fault = f"part {part} was asked for, but the layer has {counted(count, piece_noun(index))}"
+            raise Refused("does not divide", op, fault, "ask for a number of parts that divides them")
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
     def _dealt_pieces(self, gradients: Sequence[Spec]) -> dict[str, int]:
-        """Return the pieces of a dealt index that the forward pass computed. Its output's gradient has the same."""
-        return {index: mask for each in gradients[:1] for index, mask in each.form.slices if index in self.layer.deals}
+        """Return the pieces of a dealt index that the forward pass computed. Its output's grad has the same."""
+        return {index: mask for grad in gradients[:1] for index, mask in grad.form.slices if index in self.layer.deals}
 
     def _dealt_term(self, cut: dict[str, int]) -> Term | None:
         """Return the term of a sum that results from computing some pieces of a dealt index."""
@@ -378,11 +378,11 @@ class LayerRules:
         cut: dict[str, int],
         weight: Spec | None,
         *,
-        both: bool,
+        whole_pass: bool,
     ) -> BackwardResult:
         ports, outputs = self.layer.inputs, self.layer.outputs
-        wanted = [(GRADIENT_OF[port.kind], port.layer) for port in outputs]
-        self._require_count(op, gradients, wanted if both else wanted[:1], "is given")
+        expected = [(GRADIENT_OF[port.kind], port.layer) for port in outputs]
+        self._require_count(op, gradients, expected if whole_pass else expected[:1], "is given")
         self._require_port(op, first, ports[0], ports[0].kind)
         term = self._dealt_term(cut)
         for gradient, port in zip(gradients, self.layer.outputs, strict=False):
@@ -391,31 +391,31 @@ class LayerRules:
         factor = gradients[0].form.factor
         if any(gradient.form.factor is not factor for gradient in gradients):
             raise Refused("other factors", op, f"{' and '.join(map(str, gradients))} were given", SAME_FACTOR_REMEDY)
-        given = {port.tensor: Extent({}) for port in ports} | {ports[0].tensor: Extent(dict(first.form.slices))}
-        ends = {
+        input_extents = {port.tensor: Extent({}) for port in ports} | {ports[0].tensor: Extent(dict(first.form.slices))}
+        output_extents = {
             port.tensor: Extent(dict(gradient.form.slices))
             for port, gradient in zip(self.layer.outputs, gradients, strict=False)
         }
-        ends |= {port.tensor: Extent({}, term) for port in self.layer.outputs if port.kind is Kind.ROUTING}
+        output_extents |= {port.tensor: Extent({}, term) for port in self.layer.outputs if port.kind is Kind.ROUTING}
         try:
-            held = layer_graph.forward(self.layer, given, cut, self.space)
-            made, summed = layer_graph.backward(self.layer, held, ends, cut, self.space)
+            extents = layer_graph.forward(self.layer, input_extents, cut, self.space)
+            grads, weight_term = layer_graph.backward(self.layer, extents, output_extents, cut, self.space)
         except Mismatch as mismatch:
             raise self._refusal(op, mismatch, [first], gradients, weight) from None
         step, layer = first.step, self.layer
-        over = tuple((index, self.space.count(index)) for index in summed.over) if summed else ()
-        own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds, over=over, factor=factor)
-        inputs = [self._form(GRADIENT_OF[port.kind], port.layer, step, made[port.tensor], factor) for port in ports]
-        saved = self._saved(cut, step)
+        sums = tuple((index, self.space.count(index)) for index in weight_term.indices) if weight_term else ()
+        weight_form = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds, sums=sums, factor=factor)
+        inputs = [self._form(GRADIENT_OF[port.kind], port.layer, step, grads[port.tensor], factor) for port in ports]
+        saved_form = self._saved_form(cut, step)
         uses = self.space.uses if layer.weight == 0 else 1
-        terms = bits(summed.bits) if summed else (0,)
+        terms = bits(weight_term.bits) if weight_term else (0,)
         spread = sum(1 << (number * uses + layer.use) * self.space.cells for number in terms)
-        half = saved.but(kind=Kind.SAVED_FOR_WEIGHT, factor=factor)
-        return BackwardResult(own, spread, tuple(inputs), saved, half)
+        half = saved_form.but(kind=Kind.SAVED_FOR_WEIGHT, factor=factor)
+        return BackwardResult(weight_form, spread, tuple(inputs), saved_form, half)
 
-    def _form(self, kind: Kind, layer: int, step: int, held: Extent, factor: Factor = ONE) -> Form:
-        slices = layer_graph.sorted_slices(held.slices)
-        return form_of(kind, layer, step, self.space, WHOLE, slices, held.term, factor=factor)
+    def _form(self, kind: Kind, layer: int, step: int, extent: Extent, factor: Factor = ONE) -> Form:
+        slices = layer_graph.sorted_slices(extent.slices)
+        return form_of(kind, layer, step, self.space, WHOLE, slices, extent.term, factor=factor)
 
     def _weight_pieces(self, op: About, weight: Spec, first: Spec) -> dict[str, int]:
         """Return, for each index along which the weight is cut, the pieces that it has.
@@ -424,15 +424,15 @@ class LayerRules:
             Refused: for the weight of another layer or step, or one that does not consist of whole slices.
         """
         owner, form = self.layer.weight, weight.form
-        given = f"the weight given is {weight}"
+        fault = f"the weight given is {weight}"
         require_kind(op, "weight", weight, Kind.WEIGHT)
         if form.layer != owner:
             raise Refused(
-                "wrong layer", op, given, f"layer {self.layer_number} computes with weights[{owner}], give that"
+                "wrong layer", op, fault, f"layer {self.layer_number} computes with weights[{owner}], give that"
             )
         if form.step != first.step:
             was = f"of optimizer step {form.step}, but the batch belongs to step {first.step}; it was already updated"
-            raise Refused("stale weight", op, f"{given}, {was}", "compute with the weight from before its update")
+            raise Refused("stale weight", op, f"{fault}, {was}", "compute with the weight from before its update")
         if form.holds.complete:
             return {}
         of = flat_slices(self.layer.cut, self.space)
@@ -440,48 +440,48 @@ class LayerRules:
         if of == 1:
             missing = ~form.holds.mask & (1 << form.holds.of) - 1
             lacks = missing_text("slice", missing, f" of {form.holds.of}")
-            given = f"the weight given is partial, {weight}; {lacks}"
+            fault = f"the weight given is partial, {weight}; {lacks}"
             remedy = "gather the whole layer first (all_gather)"
-            raise Refused("partial weight", op, given, remedy, missing=bits(missing))
+            raise Refused("partial weight", op, fault, remedy, missing=bits(missing))
         cut = None if of % holds.of else pieces_of_flat(holds.refined(of), self.layer.cut, self.space)
         if cut is None:
-            given = f"{given}, which is not made of whole slices of {of}"
-            raise Refused("part of a slice", op, given, "gather a slice first")
+            fault = f"{fault}, which is not made of whole slices of {of}"
+            raise Refused("part of a slice", op, fault, "gather a slice first")
         return cut
 
     def _require_port(self, op: About, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
         """Refuse a value that does not belong to a port or is incomplete. With `term`, the value must be that term."""
         form = spec.form
         require_kind(op, KIND_NOUNS[kind], spec, kind)
-        given = given_clause(KIND_NOUNS[kind], spec)
+        fault = given_clause(KIND_NOUNS[kind], spec)
         if form.layer != port.layer:
-            number, wanted = self.layer_number, f"{kind.value}[{port.layer}]"
+            number, expected = self.layer_number, f"{kind.value}[{port.layer}]"
             reads = "reads" if op.text.startswith(("forward", "recompute")) else "was fed"
-            remedy = f"layer {number} {reads} {wanted}, give that"
+            remedy = f"layer {number} {reads} {expected}, give that"
             if kind in GRADIENT_OF.values():
-                remedy = f"give {wanted}, that of what layer {number} made"
-            raise Refused("wrong layer", op, given, remedy)
+                remedy = f"give {expected}, that of what layer {number} made"
+            raise Refused("wrong layer", op, fault, remedy)
         if term is not None and form.term != term:
             remedy = f"give that of {listed(bits(term.bits))} alone, as was dealt"
-            raise Refused("other pieces", op, given, remedy)
+            raise Refused("other pieces", op, fault, remedy)
         if form.term is not None and term is None:
-            if form.term.over == KEY:
+            if form.term.indices == KEY:
                 raise attention.incomplete_refusal(op, KIND_NOUNS[kind], spec)
             missing = ~form.term.bits & (1 << count_terms(form, form.term)) - 1
-            lacks = missing_text(" x ".join(map(piece_noun, form.term.over)), missing)
-            raise Refused("missing terms", op, f"{given}; {lacks}", _REDUCE_TERMS, missing=bits(missing))
+            lacks = missing_text(" x ".join(map(piece_noun, form.term.indices)), missing)
+            raise Refused("missing terms", op, f"{fault}; {lacks}", _REDUCE_TERMS, missing=bits(missing))
 
-    def _require_count(self, op: About, given: Sequence[Spec], wanted: Sequence[tuple[Kind, int]], verb: str) -> None:
+    def _require_count(self, op: About, specs: Sequence[Spec], expected: Sequence[tuple[Kind, int]], verb: str) -> None:
         """Refuse a wrong number of inputs or gradients."""
-        if len(given) == len(wanted):
+        if len(specs) == len(expected):
             return
-        names = " and ".join(f"{kind.value}[{layer}]" for kind, layer in wanted)
-        what = f"{len(given)} values were given"
-        if len(given) < len(wanted):
-            what = f"the {KIND_NOUNS[wanted[len(given)][0]]} is missing"
-        end = " alone, give that" if len(wanted) == 1 else ", give these"
+        names = " and ".join(f"{kind.value}[{layer}]" for kind, layer in expected)
+        fault = f"{len(specs)} values were given"
+        if len(specs) < len(expected):
+            fault = f"the {KIND_NOUNS[expected[len(specs)][0]]} is missing"
+        end = " alone, give that" if len(expected) == 1 else ", give these"
         remedy = f"this {self.layer.name} layer {verb} {names}{end}"
-        raise Refused("wrong number", op, what, remedy)
+        raise Refused("wrong number", op, fault, remedy)
 
     def _require_step(self, op: About, specs: Sequence[Spec], step: int) -> None:
         for spec in specs:
@@ -492,30 +492,30 @@ class LayerRules:
         self, op: About, mismatch: Mismatch, inputs: Sequence[Spec], gradients: Sequence[Spec], weight: Spec | None
     ) -> Refused:
         """Return the refusal of a mismatch, which names the values that the layer got."""
-        given, ports = (gradients, self.layer.outputs) if mismatch.of_gradient else (inputs, self.layer.inputs)
-        spec = next(spec for spec, port in zip(given, ports, strict=False) if port.tensor == mismatch.tensor)
+        specs, ports = (gradients, self.layer.outputs) if mismatch.of_gradient else (inputs, self.layer.inputs)
+        spec = next(spec for spec, port in zip(specs, ports, strict=False) if port.tensor == mismatch.tensor)
         index, word = mismatch.index, KIND_NOUNS[spec.kind]
-        given = given_clause(word, spec)
-        if mismatch.wanted is None:
-            assert mismatch.given is not None
-            missing = self.space.full(index) & ~mismatch.given
-            given, known = f"{given}; {missing_text(piece_noun(index), missing)}", INDICES[index]
-            own = f"give it to the layer that takes it with the same {known.piece} of the weight"
-            first = "put all together first" if known.gathered or known.stacked else own
-            return Refused("missing pieces", op, given, f"{first}: {known.together}", missing=bits(missing))
-        wanted = numbered(piece_noun(index), mismatch.wanted)
+        fault = given_clause(word, spec)
+        if mismatch.expected is None:
+            assert mismatch.actual is not None
+            missing = self.space.full(index) & ~mismatch.actual
+            fault, index_row = f"{fault}; {missing_text(piece_noun(index), missing)}", INDICES[index]
+            remedy_of_one = f"give it to the layer that takes it with the same {index_row.piece} of the weight"
+            first = "put all together first" if index_row.gathered or index_row.stacked else remedy_of_one
+            return Refused("missing pieces", op, fault, f"{first}: {index_row.together}", missing=bits(missing))
+        expected = numbered(piece_noun(index), mismatch.expected)
         if mismatch.of_gradient:
-            remedy = f"give {wanted} of {self.space.count(index)} alone, as the weight has"
-            return Refused("other pieces", op, given, remedy)
+            remedy = f"give {expected} of {self.space.count(index)} alone, as the weight has"
+            return Refused("other pieces", op, fault, remedy)
         if weight is not None:
-            given += f" and the weight {weight}"
-        own, remedy = _TAKES_OWN_OF.get(index, _TAKES_OWN)
-        given += f"; {own.format(layer=self.layer.name, index=piece_noun(index))}"
-        return Refused("other pieces", op, given, remedy)
+            fault += f" and the weight {weight}"
+        reason, remedy = _TAKES_OWN_OF.get(index, _TAKES_OWN)
+        fault += f"; {reason.format(layer=self.layer.name, index=piece_noun(index))}"
+        return Refused("other pieces", op, fault, remedy)
 
     def _refuse_cut(self, op: str, spec: Spec) -> None:
-        given = f"{spec} was given; this layer wants whole sequences"
-        raise Refused("cut sequences", self._about(op), given, "gather their slices first")
+        fault = f"{spec} was given; this layer wants whole sequences"
+        raise Refused("cut sequences", self._about(op), fault, "gather their slices first")
 
     def _refuse_other_cells(self, op: str, other: Spec, first: Spec) -> None:
         mine, theirs = cells_text(first.cells, self.space), cells_text(other.cells, self.space)

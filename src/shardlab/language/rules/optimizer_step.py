@@ -22,16 +22,16 @@ def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
     op = About("loss", layers)
     _want_logits(op, layers, logits)
     if (stats is None) != (not form.slices):
-        what = f"{logits} was given without stats" if stats is None else f"{logits} needs no stats"
+        stats_fault = f"{logits} was given without stats" if stats is None else f"{logits} needs no stats"
         remedy = "give slices of the logits with the gathered loss_stats of all slices, and no others"
-        raise Refused("wrong number", op, what, remedy)
+        raise Refused("wrong number", op, stats_fault, remedy)
     if stats is not None:
         if stats.kind is not Kind.STATS or stats.form.slices:
-            given = f"the stats given are {stats}"
-            raise Refused("missing pieces", op, given, "all_gather the loss_stats of all slices first")
+            fault = f"the stats given are {stats}"
+            raise Refused("missing pieces", op, fault, "all_gather the loss_stats of all slices first")
         if stats.cells != logits.cells or stats.step != logits.step:
-            given = f"the stats are {stats} and the logits {logits}"
-            raise Refused("other tokens", op, given, "give both of the same tokens")
+            fault = f"the stats are {stats} and the logits {logits}"
+            raise Refused("other tokens", op, fault, "give both of the same tokens")
     return Spec(form.but(kind=Kind.GRAD_ACTIVATION), logits.cells, logits.joined)
 
 
@@ -50,11 +50,11 @@ def loss_stats(layers: int, logits: Spec) -> Spec:
 
 def full_sum(form: Form) -> int:
     """Return the contributions to a finished gradient, as a bit set: all cells of the batch, for each use of the weight
-    and each piece of the indices in `over`.
+    and each piece of the indices in `sums`.
     """
     space = form.space
     count = space.cells * (space.uses if form.layer == 0 else 1)
-    for _, pieces in form.over:
+    for _, pieces in form.sums:
         count *= pieces
     return (1 << count) - 1
 
@@ -104,8 +104,8 @@ def direction(
     """
     op = about_layer("direction", layer)
     if pieces is None:
-        given = "the optimizer steps each element of this layer by itself"
-        raise Refused("cut matrices", op, given, "leave it out, and update with the gradient alone")
+        fault = "the optimizer steps each element of this layer by itself"
+        raise Refused("cut matrices", op, fault, "leave it out, and update with the gradient alone")
     _want_finished(op, layer, gradient, (("optimizer state", opt_state, Kind.OPT_STATE),), norm, trained)
     require_on_device(op, opt_state)
     return Spec(form_of(Kind.DIRECTION, layer, gradient.step, gradient.form.space, opt_state.form.holds))
@@ -146,24 +146,24 @@ def update(
     op, form = about_layer("update", layer), gradient.form
     states = (("weight", weight, Kind.WEIGHT), ("optimizer state", opt_state, Kind.OPT_STATE))
     _want_finished(op, layer, gradient, states, norm, trained)
-    held = opt_state.form.holds
+    holds = opt_state.form.holds
     if direction is not None:
         require_kind(op, "direction", direction, Kind.DIRECTION)
         require_one_place(op, opt_state, direction)
         if (direction.layer, direction.step) != (layer, form.step):
-            given = f"{direction} was given, with {gradient}"
+            fault = f"{direction} was given, with {gradient}"
             raise Refused(
                 "wrong layer" if direction.layer != layer else "wrong step",
                 op,
-                given,
+                fault,
                 "give the direction of this layer and step",
             )
     if pieces is not None:
-        _want_whole_matrices(op, held, direction, held.around(pieces))
+        _want_whole_matrices(op, holds, direction, holds.around(pieces))
     step = form.step + 1
     space, place = weight.form.space, weight.form.place
     new_weight, new_state = (
-        form_of(kind, layer, step, space, held, place=place) for kind in (Kind.WEIGHT, Kind.OPT_STATE)
+        form_of(kind, layer, step, space, holds, place=place) for kind in (Kind.WEIGHT, Kind.OPT_STATE)
     )
     return Spec(new_weight), Spec(new_state)
 
@@ -177,47 +177,47 @@ def require_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
     Raises:
         Refused: with the frozen parts of the model.
     """
-    mine, wanted = in_equal_pieces(norm.holds, trained)
-    if frozen := mine.mask & ~wanted.mask:
-        given = (
-            f"the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
+    norm_parts, trained_parts = in_equal_pieces(norm.holds, trained)
+    if frozen := norm_parts.mask & ~trained_parts.mask:
+        fault = (
+            f"the norm given has parts {listed(bits(frozen))} of {norm_parts.of} of the model's parameters, which are "
             "frozen, since no rank loads their optimizer state"
         )
-        raise Refused("frozen in the norm", op, given, "leave frozen layers out of the norm")
+        raise Refused("frozen in the norm", op, fault, "leave frozen layers out of the norm")
 
 
 def _want_logits(op: About, layers: int, logits: Spec) -> None:
-    form, given = logits.form, f"the activation given is {logits}"
+    form, fault = logits.form, f"the activation given is {logits}"
     require_kind(op, "activation", logits, Kind.ACTIVATION)
     if form.layer != layers:
-        raise Refused("wrong layer", op, given, f"the loss reads the last one, activations[{layers}], give that")
+        raise Refused("wrong layer", op, fault, f"the loss reads the last one, activations[{layers}], give that")
     if form.term is not None:
-        raise Refused("missing terms", op, given, "reduce its terms first, over the ranks that have them")
+        raise Refused("missing terms", op, fault, "reduce its terms first, over the ranks that have them")
 
 
 def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
-    require_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
+    require_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, on_device=False)
     if gradient.layer != layer:
         raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
 
 
-def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
-    given = f"{missing_clause(summed_text(gradient.form, missing))} from {gradient}; {why}"
+def _missing(op: About, gradient: Spec, missing: int, reason: str) -> Refused:
+    fault = f"{missing_clause(summed_text(gradient.form, missing))} from {gradient}; {reason}"
     remedy = "add or reduce the missing gradients first"
-    return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
+    return Refused("missing microbatches", op, fault, remedy, missing=bits(missing))
 
 
-def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted: Holds) -> None:
+def _want_whole_matrices(op: About, holds: Holds, direction: Spec | None, whole_matrices: Holds) -> None:
     """Refuse to update a slice of a matrix without the direction of the whole matrix."""
-    mine, whole = in_equal_pieces(held if direction is None else direction.form.holds, wanted)
-    if missing := whole.mask & ~mine.mask:
-        what = "optimizer state" if direction is None else "direction"
-        given = f"the {what} holds {mine.slices_text}, but Muon steps whole matrices"
+    present, required = in_equal_pieces(holds if direction is None else direction.form.holds, whole_matrices)
+    if missing := required.mask & ~present.mask:
+        noun = "optimizer state" if direction is None else "direction"
+        fault = f"the {noun} holds {present.slices_text}, but Muon steps whole matrices"
         remedy = (
             "all_gather rank.direction(layer, gradient, opt_state) over the ranks that have the other slices, and give "
             "it as direction; or take a plan, such as zero-3, which does so"
         )
-        raise Refused("cut matrices", op, given, remedy, missing=bits(missing))
+        raise Refused("cut matrices", op, fault, remedy, missing=bits(missing))
 
 
 def _want_finished(
@@ -236,53 +236,53 @@ def _want_finished(
     form = gradient.form
     if norm is not None:
         _want_norm(op, norm, form.step, trained)
-    for what, spec, kind in (("gradient", gradient, Kind.GRAD_WEIGHT), *states):
-        require_kind(op, what, spec, kind, here=False)
+    for noun, spec, kind in (("gradient", gradient, Kind.GRAD_WEIGHT), *states):
+        require_kind(op, noun, spec, kind, on_device=False)
         if spec.layer != layer:
             remedy = f"update layer {layer} from its own gradient, weight and state"
             raise Refused("wrong layer", op, f"{spec} was given", remedy)
     require_one_place(op, gradient, *(spec for _, spec, _ in states))
     if any(spec.step != form.step for _, spec, _ in states):
-        steps = [f"the {what} {'' if at else 'is '}of step {spec.step}" for at, (what, spec, _) in enumerate(states)]
-        given = f"{', '.join(steps)} and the gradient of step {form.step}; {_ALL[len(states)]} must be of one step"
-        raise Refused("wrong step", op, given, "update each slice exactly once a step")
+        steps = [f"the {noun} {'' if at else 'is '}of step {spec.step}" for at, (noun, spec, _) in enumerate(states)]
+        fault = f"{', '.join(steps)} and the gradient of step {form.step}; {_ALL[len(states)]} must be of one step"
+        raise Refused("wrong step", op, fault, "update each slice exactly once a step")
     if missing := full_sum(form) & ~gradient.cells:
         raise _missing(op, gradient, missing, "an update wants every microbatch exactly once")
     _want_unscaled(op, gradient)
-    held = states[-1][1].form.holds
-    for what, spec in (("gradient", gradient), *((what, spec) for what, spec, _ in states[:-1])):
-        if spec.form.holds != held and not spec.form.holds.contains(held):
-            theirs, mine = in_equal_pieces(spec.form.holds, held)
-            given = f"the {what} holds {spec.form.holds.slices_text}, but the optimizer state holds {held.slices_text}"
-            remedy = f"give a {what} that contains every slice that is updated"
-            raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
+    holds = states[-1][1].form.holds
+    for noun, spec in (("gradient", gradient), *((noun, spec) for noun, spec, _ in states[:-1])):
+        if spec.form.holds != holds and not spec.form.holds.contains(holds):
+            value_slices, updated_slices = in_equal_pieces(spec.form.holds, holds)
+            fault = f"the {noun} holds {spec.form.holds.slices_text}, but the optimizer state holds {holds.slices_text}"
+            remedy = f"give a {noun} that contains every slice that is updated"
+            raise Refused("missing slices", op, fault, remedy, missing=bits(updated_slices.mask & ~value_slices.mask))
 
 
 def _want_norm(op: About, norm: Spec, step: int, trained: Holds) -> None:
     """Refuse a norm that is not this step's norm of all trained layers."""
     form = norm.form
     require_kind(op, "norm", norm, Kind.SCALAR)
-    mine, wanted = (form.holds, form.holds) if form.holds.complete else in_equal_pieces(form.holds, trained)
-    if missing := wanted.mask & ~mine.mask:
-        parts = f"{plural('part', missing.bit_count())} {listed(bits(missing))} of {mine.of}"
-        given = f"the norm given lacks {parts} of the model's parameters"
+    norm_parts, required = (form.holds, form.holds) if form.holds.complete else in_equal_pieces(form.holds, trained)
+    if missing := required.mask & ~norm_parts.mask:
+        parts = f"{plural('part', missing.bit_count())} {listed(bits(missing))} of {norm_parts.of}"
+        fault = f"the norm given lacks {parts} of the model's parameters"
         remedy = "add and all_reduce the squares of every slice of every layer, each once"
-        raise Refused("partial norm", op, given, remedy, missing=bits(missing))
+        raise Refused("partial norm", op, fault, remedy, missing=bits(missing))
     if form.reduction is not Reduction.SUM:
         remedy = "give the sum of all squares, which alone is the gradient's norm"
         raise Refused("no sum of squares", op, f"the norm given is {norm}", remedy)
     if form.step != step:
-        given = f"the norm given is of step {form.step}, the gradient of step {step}"
-        raise Refused("wrong step", op, given, "give both of one step")
+        fault = f"the norm given is of step {form.step}, the gradient of step {step}"
+        raise Refused("wrong step", op, fault, "give both of one step")
 
 
 def _want_unscaled(op: About, gradient: Spec) -> None:
     if gradient.form.factor is not ONE:
-        given = (
+        fault = (
             f"the gradient given is {gradient}, {gradient.form.factor} of the step's; losses are weighted by tokens, "
             "so the plain sum over microbatches and ranks is the mean already"
         )
         remedy = "leave out the scale, or undo it by another one before the update"
         if gradient.form.factor.ratio < 1:
             remedy = "reduce by sum, not by mean, and do not divide by a number of ranks or microbatches"
-        raise Refused("scaled gradient", op, given, remedy)
+        raise Refused("scaled gradient", op, fault, remedy)

@@ -22,21 +22,21 @@ _PARAMETERS = frozenset({Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT})
 _OFFLOADED = _PARAMETERS | ROW_KINDS - {Kind.STATS}
 
 
-def require_kind(op: About, what: str, spec: Spec, kind: Kind, *, here: bool = True) -> None:
+def require_kind(op: About, noun: str, spec: Spec, kind: Kind, *, on_device: bool = True) -> None:
     """Refuse a value of a wrong kind, or in a dtype or a place in which the op cannot read it.
 
     Norms and updates read a weight's gradient in any dtype. All other ops read values in the dtype of their kind.
 
     Args:
-        what: noun for the value in the message.
-        here: whether the op runs on the device only.
+        noun: noun for the value in the message.
+        on_device: whether the op runs on the device only.
     """
     form = spec.form
     if form.kind is not kind:
-        raise Refused("wrong kind", op, given_clause(what, spec), f"give a value of {kind.value}")
+        raise Refused("wrong kind", op, given_clause(noun, spec), f"give a value of {kind.value}")
     if form.dtype and kind is not Kind.GRAD_WEIGHT:
-        raise Refused("other dtypes", op, given_clause(what, spec), "cast it back first, with no dtype named")
-    if here:
+        raise Refused("other dtypes", op, given_clause(noun, spec), "cast it back first, with no dtype named")
+    if on_device:
         require_on_device(op, spec)
 
 
@@ -64,14 +64,14 @@ def offload(value: Spec, place: str) -> Spec:
     require_place(op, place)
     require_on_device(op, value)
     if form.kind not in _OFFLOADED:
-        given = f"{value} was given"
-        raise Refused("wrong kind", op, given, "offload weights, their gradients, optimizer states or activations")
+        fault = f"{value} was given"
+        raise Refused("wrong kind", op, fault, "offload weights, their gradients, optimizer states or activations")
     if form.term is not None:
-        given = f"{value} was given, which is a term of a sum"
-        raise Refused("missing terms", op, given, "reduce the terms first, over the ranks that have them")
+        fault = f"{value} was given, which is a term of a sum"
+        raise Refused("missing terms", op, fault, "reduce the terms first, over the ranks that have them")
     if form.kind is Kind.GRAD_WEIGHT and place == DISK:
-        given = f"{value} was given, and values on the disk cannot be added to"
-        raise Refused("elsewhere", op, given, "offload it to the host")
+        fault = f"{value} was given, and values on the disk cannot be added to"
+        raise Refused("elsewhere", op, fault, "offload it to the host")
     return value._replace(form=form.but(place=place))
 
 
@@ -116,27 +116,27 @@ def require_one_place(op: About, first: Spec, *others: Spec) -> None:
     place = first.form.place
     for other in others:
         if other.form.place != place:
-            given = f"{first} and {other} were given, which lie in different places"
-            raise Refused("elsewhere", op, given, "offload the one, or reload the other")
+            fault = f"{first} and {other} were given, which lie in different places"
+            raise Refused("elsewhere", op, fault, "offload the one, or reload the other")
     if place == DISK:
         require_on_device(op, first)
 
 
-def given_clause(what: str, spec: Spec) -> str:
+def given_clause(noun: str, spec: Spec) -> str:
     """Return a clause such as `the weight given is weights[3]`."""
-    return f"the {what} given {'are' if what.startswith(('queries', 'keys')) else 'is'} {spec}"
+    return f"the {noun} given {'are' if noun.startswith(('queries', 'keys')) else 'is'} {spec}"
 
 
-def missing_clause(what: str) -> str:
+def missing_clause(subject: str) -> str:
     """Return a clause such as `microbatches 0-2 are missing`."""
-    several = " and " in what or what.startswith(("microbatches", "sequence slices"))
-    return f"{what} {'are' if several else 'is'} missing"
+    several = " and " in subject or subject.startswith(("microbatches", "sequence slices"))
+    return f"{subject} {'are' if several else 'is'} missing"
 
 
 def other_tokens_refusal(op: About, one: str, cells: str, other: str, other_cells: str) -> Refused:
     """Return the refusal of two values with different cells."""
-    given = f"the {one} is of {cells} and the {other} of {other_cells}"
-    return Refused("other tokens", op, given, "give both of the same tokens and step")
+    fault = f"the {one} is of {cells} and the {other} of {other_cells}"
+    return Refused("other tokens", op, fault, "give both of the same tokens and step")
 
 
 def no_slices_refusal(op: About) -> Refused:

@@ -77,13 +77,13 @@ class Term(NamedTuple):
     """Contribution to a sum that was split because an index is cut.
 
     Attributes:
-        over: the cut indices that were summed over, sorted by name.
+        indices: the cut indices that were summed over, sorted by name.
         bits: bit set of the pieces over which the term sums. For several indices, each bit stands for a tuple with one
             piece of each index; the last index counts fastest.
         merged: whether contributions are merged by the statistics of their softmax, rather than added.
     """
 
-    over: tuple[str, ...]
+    indices: tuple[str, ...]
     bits: int
     merged: bool = False
 
@@ -100,7 +100,7 @@ class Form:
             concatenated.
         slices: for an activation, its pieces of each index that is not whole.
         term: for an activation, which term of a sum it is (None: no sum is open; the activation is complete).
-        over: for a weight's gradient, (index, number of pieces) of each further index, besides cells and uses, over
+        sums: for a weight's gradient, (index, number of pieces) of each further index, besides cells and uses, over
             which the complete gradient is a sum; outermost first.
         reduction: for a scalar, how the ranks' values were combined (SUM: it is a sum of squares).
         factor: for a gradient, the factor relative to its share of the step's mean.
@@ -115,12 +115,12 @@ class Form:
         "holds",
         "kind",
         "layer",
-        "over",
         "place",
         "reduction",
         "slices",
         "space",
         "step",
+        "sums",
         "term",
     )
 
@@ -133,19 +133,19 @@ class Form:
         holds: Holds,
         slices: Slices,
         term: Term | None,
-        over: Slices,
+        sums: Slices,
         reduction: Reduction,
         factor: Factor,
         dtype: str,
         place: str,
     ) -> None:
         self.kind, self.layer, self.step, self.space = kind, layer, step, space
-        self.holds, self.slices, self.term, self.over, self.reduction = holds, slices, term, over, reduction
+        self.holds, self.slices, self.term, self.sums, self.reduction = (holds, slices, term, sums, reduction)
         self.factor, self.dtype, self.place = factor, dtype, place
 
     def key(self) -> tuple[object, ...]:
         return (
-            self.kind, self.layer, self.step, self.space, self.holds, self.slices, self.term, self.over, self.reduction,
+            self.kind, self.layer, self.step, self.space, self.holds, self.slices, self.term, self.sums, self.reduction,
             self.factor, self.dtype, self.place,
         )  # fmt: skip
 
@@ -161,7 +161,7 @@ class Form:
         return f"<{self.kind.value}[{self.layer}] {self.slices} {self.term}>"
 
 
-_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction", "factor", "dtype", "place")
+_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "sums", "reduction", "factor", "dtype", "place")
 _FORMS: WeakValueDictionary[tuple[object, ...], Form] = WeakValueDictionary()
 
 
@@ -173,14 +173,14 @@ def form_of(
     holds: Holds = WHOLE,
     slices: Slices = (),
     term: Term | None = None,
-    over: Slices = (),
+    sums: Slices = (),
     reduction: Reduction = Reduction.SUM,
     factor: Factor = ONE,
     dtype: str = "",
     place: str = "",
 ) -> Form:
     """Return the form with these fields. Equal forms are one object."""
-    key = (kind, layer, step, space, holds, slices, term, over, reduction, factor, dtype, place)
+    key = (kind, layer, step, space, holds, slices, term, sums, reduction, factor, dtype, place)
     form = _FORMS.get(key)
     if form is None:
         form = _FORMS[key] = Form(*key)
@@ -310,7 +310,7 @@ def fraction_of_pieces(form: Form) -> Fraction:
 def fraction_held(form: Form) -> Fraction:
     """Return the fraction of the whole that a value covers, by its pieces and as a term of a sum (1: all of it)."""
     share = fraction_of_pieces(form)
-    if form.term is not None and form.term.over != KEY:
+    if form.term is not None and form.term.indices != KEY:
         share *= Fraction(form.term.bits.bit_count(), count_terms(form, form.term))
     return share
 
@@ -336,10 +336,10 @@ def cells_text(cells: int, space: Space) -> str:
     if slices == 1:
         return microbatches_text(cells)
     full = (1 << slices) - 1
-    held = {m: cells >> m * slices & full for m in sorted({cell // slices for cell in bits(cells)})}
-    whole = mask_of(m for m, mask in held.items() if mask == full)
+    slice_masks = {m: cells >> m * slices & full for m in sorted({cell // slices for cell in bits(cells)})}
+    whole = mask_of(m for m, mask in slice_masks.items() if mask == full)
     texts = [microbatches_text(whole)] if whole else []
-    for m, mask in held.items():
+    for m, mask in slice_masks.items():
         if mask != full:
             texts.append(f"{numbered('sequence slice', mask)} of microbatch {m}")
     return " and ".join(texts) or "no microbatch"
@@ -357,8 +357,8 @@ def summed_text(form: Form, sums: int) -> str:
         words = [cells_text(cells, space)]
         if form.layer == 0 and space.uses > 1:
             words.append("as the head" if use else "as the embedding")
-        if form.over:
-            words.append(f"of {form.over[0][0]} {extra}")
+        if form.sums:
+            words.append(f"of {form.sums[0][0]} {extra}")
         parts.append(" ".join(words))
     return " and ".join(parts)
 
@@ -366,16 +366,16 @@ def summed_text(form: Form, sums: int) -> str:
 def term_text(form: Form, term: Term) -> str:
     """Return a term as text, such as `the term of slice 0 of 4` or `queries 0-1 of 4 alone`."""
     numbers = listed(bits(term.bits))
-    if term.over == KEY:
+    if term.indices == KEY:
         of_keys = form.kind is Kind.GRAD_KEYS_VALUES
         return f"{'queries' if of_keys else 'keys and values'} {numbers} of {form.space.sequence} alone"
     terms = plural("term", term.bits.bit_count())
-    return f"the {terms} of {' x '.join(map(piece_noun, term.over))} {numbers} of {count_terms(form, term)}"
+    return f"the {terms} of {' x '.join(map(piece_noun, term.indices))} {numbers} of {count_terms(form, term)}"
 
 
 def count_terms(form: Form, term: Term) -> int:
     """Return the number of terms of the complete sum to which a term belongs."""
-    return math.prod(form.space.count(index) for index in term.over)
+    return math.prod(form.space.count(index) for index in term.indices)
 
 
 def missing_text(noun: str, missing: int, of: str = "") -> str:

@@ -320,10 +320,10 @@ class Rotation:
         """Rotate the form of an activation: its pieces of each index, and its term."""
         form, term = spec.form, spec.form.term
         slices = tuple([(index, self._cycled((index,), mask, axis, by)) for index, mask in form.slices])
-        if term is not None and term.over == KEY:
+        if term is not None and term.indices == KEY:
             term = term._replace(bits=self._rotated_kv_done(spec, term.bits, by)) if axis == "cp" else term
         elif term is not None:
-            term = term._replace(bits=self._cycled(term.over, term.bits, axis, by))
+            term = term._replace(bits=self._cycled(term.indices, term.bits, axis, by))
         return form if (slices, term) == (form.slices, form.term) else form.but(slices=slices, term=term)
 
     def _cycled(self, indices: Sequence[str], mask: int, axis: str, by: int) -> int:
@@ -429,8 +429,8 @@ class Rotation:
         total, moved = self.space.cells, 0
         for place in range(-(-sums.bit_length() // total)):
             cells = sums >> place * total & (1 << total) - 1
-            if cells and form.over:
-                place = self._cycled([index for index, _ in form.over], 1 << place, axis, by).bit_length() - 1
+            if cells and form.sums:
+                place = self._cycled([index for index, _ in form.sums], 1 << place, axis, by).bit_length() - 1
             moved |= self._rows(cells, axis, by, neighbours=1) << place * total
         return moved
 
