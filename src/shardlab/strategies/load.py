@@ -41,8 +41,8 @@ def _from_file(name: str, path: Path, function: str) -> StrategyEntry:
             f"{path} has no async function; write the strategy as `async def f(rank): ...`, or as `def f() -> Plan: "
             f"...`, or give a schedule as --pp N --schedule {path}"
         )
-    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    is_one = inspect.iscoroutinefunction if any(map(inspect.iscoroutinefunction, own)) else _returns_plan
+    members = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    is_one = inspect.iscoroutinefunction if any(map(inspect.iscoroutinefunction, members)) else _returns_plan
     function, program = find_member(module, path, function, ("function", "strategies"), is_one)
     name = name if name.endswith(f":{function}") else f"{path}:{function}"
     if _returns_plan(program):

@@ -18,7 +18,7 @@ from shardlab.strategies.registry import built_in, pipeline_mesh
 async def pipeline(rank: Rank) -> None:
     """Send activations up the ranks and their gradients down. Only one rank works at a time."""
     stage = rank.stage_layers()
-    first, after = stage[0], stage[-1] + 1
+    first, end = stage[0], stage[-1] + 1
     is_first, is_last = rank.index == 0, rank.index == rank.world - 1
     batch = rank.microbatches
     for l in stage:
@@ -32,10 +32,10 @@ async def pipeline(rank: Rank) -> None:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
 
     if is_last:
-        rank.grad_activations[after] = rank.loss(rank.activations.pop(after))
+        rank.grad_activations[end] = rank.loss(rank.activations.pop(end))
     else:
-        await rank.send(rank.activations.pop(after), to=rank.index + 1)
-        rank.grad_activations[after] = await rank.recv(source=rank.index + 1, expect=("grad_activations", after, batch))
+        await rank.send(rank.activations.pop(end), to=rank.index + 1)
+        rank.grad_activations[end] = await rank.recv(source=rank.index + 1, expect=("grad_activations", end, batch))
     for l in reversed(stage):
         rank.grad_weights[l], rank.grad_activations[l] = rank.backward(
             l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]

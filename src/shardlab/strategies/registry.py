@@ -241,8 +241,8 @@ def preset(
         def mesh(ranks: int) -> Mesh:
             return plan(ranks).mesh
 
-        called = name or plan.__name__.replace("_", "-")
-        entry = StrategyEntry(called, strategy, splits, source, mesh, ranks, plan, keeps, order=100, sends=sends)
+        title = name or plan.__name__.replace("_", "-")
+        entry = StrategyEntry(title, strategy, splits, source, mesh, ranks, plan, keeps, order=100, sends=sends)
         DECLARED.append(entry)
         return plan
 

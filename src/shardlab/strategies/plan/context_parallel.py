@@ -31,12 +31,12 @@ class Attention:
 
     def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
         ranks, degree = rank.group("cp").ranks, rank_plan.plan.ulysses
-        here, inner = divmod(rank.coordinate("cp"), degree)
+        outer, inner = divmod(rank.coordinate("cp"), degree)
         ring = self._ring_ranks = ranks[inner::degree]
-        self._neighbours = ranks[here * degree : (here + 1) * degree]
+        self._neighbours = ranks[outer * degree : (outer + 1) * degree]
         self._rank = rank
         self._hops = len(ring)
-        self._next, self._previous = ring[(here + 1) % len(ring)], ring[here - 1]
+        self._next, self._previous = ring[(outer + 1) % len(ring)], ring[outer - 1]
         self._gathers = rank_plan.plan.context == "all_gather"
         self._by_heads = degree > 1
 
@@ -87,28 +87,28 @@ class Attention:
 
     async def _ring(self, layer: int, m: int) -> Value:
         rank, queries, block = self._rank, self._rank.queries[layer, m], self._rank.keys_values[layer, m]
-        coming = self._pass_on(block, layer, m)
-        mixed = rank.attend(layer, queries, block)
+        transfer = self._pass_on(block, layer, m)
+        output = rank.attend(layer, queries, block)
         for hop in range(1, self._hops):
-            block = await coming
+            block = await transfer
             if hop < self._hops - 1:
-                coming = self._pass_on(block, layer, m)
-            mixed = mixed + rank.attend(layer, queries, block)
-        return mixed
+                transfer = self._pass_on(block, layer, m)
+            output = output + rank.attend(layer, queries, block)
+        return output
 
     async def _ring_backward(self, layer: int, m: int) -> tuple[Value, Value]:
         block = self._rank.keys_values[layer, m]
-        coming = self._pass_on(block, layer, m)
+        transfer = self._pass_on(block, layer, m)
         grad_queries, gradient = self._attend_backward(layer, m, block)
-        following = self._pass_on(gradient, layer, m)
+        grad_transfer = self._pass_on(gradient, layer, m)
         for hop in range(1, self._hops):
-            block = await coming
+            block = await transfer
             if hop < self._hops - 1:
-                coming = self._pass_on(block, layer, m)
-            more, gradient = self._attend_backward(layer, m, block)
-            grad_queries = grad_queries + more
-            following = self._pass_on(await following + gradient, layer, m)
-        return grad_queries, await following
+                transfer = self._pass_on(block, layer, m)
+            grad_part, gradient = self._attend_backward(layer, m, block)
+            grad_queries = grad_queries + grad_part
+            grad_transfer = self._pass_on(await grad_transfer + gradient, layer, m)
+        return grad_queries, await grad_transfer
 
     async def _gathered(self, layer: int, m: int) -> Value:
         rank = self._rank

@@ -48,10 +48,10 @@ class LayerRunner:
         if not stores_outputs:
             return
         for place in range(1, len(outputs)):
-            store, after = stores.outputs[place]
-            store[after, m] = outputs[place]
-        store, after = stores.outputs[0]
-        store[after, m] = await self._completed(outputs[0], completions.output) if completions.output else outputs[0]
+            store, reader = stores.outputs[place]
+            store[reader, m] = outputs[place]
+        store, reader = stores.outputs[0]
+        store[reader, m] = await self._completed(outputs[0], completions.output) if completions.output else outputs[0]
         if layer in self._feeds_attention:
             await self._attention.forward(layer, m, keeps=keeps == "all")
 
@@ -69,8 +69,8 @@ class LayerRunner:
         rank, completions = self._rank, self._plans[layer].completions
         x = rank.activations.pop((layer, m))
         gradients: list[Value] = []
-        for store, after in self._stores[layer].grad_outputs:  # no comprehension: on Python 3.11 it is a call
-            gradients.append(store.pop((after, m)))
+        for store, reader in self._stores[layer].grad_outputs:  # no comprehension: on Python 3.11 it is a call
+            gradients.append(store.pop((reader, m)))
         if completions.grad_output:
             gradients[0] = await self._completed(gradients[0], completions.grad_output)
         grad_weight, *grad_inputs = rank.backward(layer, x, tuple(gradients), weight)
@@ -84,8 +84,8 @@ class LayerRunner:
         if self._feeds_attention or self._plans[layer].recompute:
             await self._before_backward(layer, m)
         rank, completions = self._rank, self._plans[layer].completions
-        (store, after), *others = self._stores[layer].grad_outputs
-        key = after, m
+        (store, reader), *others = self._stores[layer].grad_outputs
+        key = reader, m
         if completions.grad_output:
             store[key] = await self._completed(store.pop(key), completions.grad_output)
         gradients = (store[key], *[other.pop((number, m)) for other, number in others])
@@ -96,13 +96,13 @@ class LayerRunner:
 
     def backward_weight(self, layer: int, m: int) -> Value:
         """Return the gradient of the layer's weight, after `backward_input`."""
-        store, after = self._stores[layer].grad_outputs[0]
-        return self._rank.backward_weight(layer, self._rank.activations.pop((layer, m)), store.pop((after, m)))
+        store, reader = self._stores[layer].grad_outputs[0]
+        return self._rank.backward_weight(layer, self._rank.activations.pop((layer, m)), store.pop((reader, m)))
 
     def discard(self, layer: int, m: int) -> None:
         """Free the inputs of `backward_weight` of a frozen layer."""
-        store, after = self._stores[layer].grad_outputs[0]
-        del self._rank.activations[layer, m], store[after, m]
+        store, reader = self._stores[layer].grad_outputs[0]
+        del self._rank.activations[layer, m], store[reader, m]
 
     async def _before_backward(self, layer: int, m: int) -> None:
         feeds, plan = self._feeds_attention, self._plans[layer]

@@ -176,11 +176,11 @@ class Plan:
         if self.passes is not None:
             named_passes(self.passes)
         for name in ("shard_parameters", "shard_gradients"):
-            cut, kept = getattr(self, name), self.shard_optimizer
-            if kept[: len(cut)] != cut:
+            cut, state_axes = getattr(self, name), self.shard_optimizer
+            if state_axes[: len(cut)] != cut:
                 raise UserError(
-                    f"{name} is {as_text(cut)} but shard_optimizer is {as_text(kept)}; what is updated must be a slice "
-                    f"of what is kept: let shard_optimizer begin with {as_text(cut)}"
+                    f"{name} is {as_text(cut)} but shard_optimizer is {as_text(state_axes)}; what is updated must be a "
+                    f"slice of what is kept: let shard_optimizer begin with {as_text(cut)}"
                 )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
@@ -202,7 +202,7 @@ class Plan:
 
     def __str__(self) -> str:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.used.items())
-        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self)[1:])
+        values = ((setting.name, getattr(self, setting.name), setting.default) for setting in fields(self)[1:])
         others = "".join(f", {name}={value!r}" for name, value, default in values if value != default)
         return f"Plan(Mesh({axes}){others})"
 
@@ -310,17 +310,17 @@ class Plan:
         Raises:
             UserError: if the data-parallel ranks do not divide the microbatches, or these do not fit the schedule.
         """
-        each, rest = divmod(microbatches, self.data_ranks)
+        per_rank, rest = divmod(microbatches, self.data_ranks)
         if rest:
-            do = "does" if microbatches == 1 else "do"
+            verb = "does" if microbatches == 1 else "do"
             raise UserError(
-                f"{counted(microbatches, 'microbatch')} {do} not divide among {self.data_ranks} data-parallel ranks; "
+                f"{counted(microbatches, 'microbatch')} {verb} not divide among {self.data_ranks} data-parallel ranks; "
                 f"give a multiple of {self.data_ranks}"
             )
         order, ranks = self.order, self.mesh.pp
         if isinstance(order, Schedule):
-            return resolve_schedule(order, ranks, each, self.stages_on_rank(units))
-        require_size(order, str(self.schedule), ranks, each, self.data_ranks)
+            return resolve_schedule(order, ranks, per_rank, self.stages_on_rank(units))
+        require_size(order, str(self.schedule), ranks, per_rank, self.data_ranks)
         return order
 
     def bounds(self, units: int, named: str = "") -> list[int]:
@@ -365,8 +365,8 @@ class Plan:
         passes = 2 * layers * tiles * -(-microbatches // self.data_ranks) * replicas
         sizes = f"{counted(layers, 'layer')} and {counted(microbatches, 'microbatch')} on {counted(mesh.world, 'rank')}"
         sizes += f" in {counted(tiles, 'tile')}" if tiles > 1 else ""
-        least = passes + 2 * layers * replicas + mesh.pp
-        require_ops(least, sizes, MAX_FOLDED_OPS if folded else MAX_OPS)
+        minimum = passes + 2 * layers * replicas + mesh.pp
+        require_ops(minimum, sizes, MAX_FOLDED_OPS if folded else MAX_OPS)
 
     def natural_layers(self) -> int:
         """Return the number of layers of a model with one layer per stage, or with `layers_per_stage`.
@@ -414,10 +414,10 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as strings, numbers and lists, as in a file. Empty fields are left out."""
         words: dict[str, Any] = {"mesh": self.mesh.used}
-        for each in fields(self)[1:]:
-            value = getattr(self, each.name)
-            if value or value != each.default:
-                words[each.name] = _as_written(value)
+        for setting in fields(self)[1:]:
+            value = getattr(self, setting.name)
+            if value or value != setting.default:
+                words[setting.name] = _as_written(value)
         return words
 
     @classmethod

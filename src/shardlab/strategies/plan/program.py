@@ -49,7 +49,7 @@ class PlanRunner(Generic[V]):
         self.gradients = GradientReducer(rank, rank_plan)
         implicit = () if rank_plan.explicit_reductions else rank_plan.own_stages
         microbatches = len(rank_plan.microbatches)
-        self.left = {stage: microbatches if stage in implicit else 0 for stage in rank_plan.own_stages}
+        self.remaining = {stage: microbatches if stage in implicit else 0 for stage in rank_plan.own_stages}
         """Number of gradients that a stage has yet to compute before it reduces them (0: the schedule reduces them)."""
         self.boundaries = {
             (layer, forward): self.boundary_stores(layer, forward=forward)
@@ -107,7 +107,7 @@ class PlanRunner(Generic[V]):
 
     async def backward(self, stage: int, m: int) -> None:
         await self.gradient_of_output(stage, m)
-        last = self.left[stage] == 1
+        last = self.remaining[stage] == 1
         for l in reversed(self.plan.stages[stage]):
             if self.plan.layers[l].recompute:
                 await self.recompute(l, m)
@@ -117,7 +117,7 @@ class PlanRunner(Generic[V]):
                 self.layers.discard(l, m)
             else:
                 await self.gradients.add(l, await self.layers.backward(l, m, weight), last=last)
-        self.left[stage] -= 1
+        self.remaining[stage] -= 1
         if stage == 0:
             del self.rank.grad_activations[0, m]  # nothing reads the gradient of the tokens
 
@@ -133,19 +133,19 @@ class PlanRunner(Generic[V]):
             del self.rank.grad_activations[0, m]  # nothing reads the gradient of the tokens
 
     async def backward_weight(self, stage: int, m: int) -> None:
-        last = self.left[stage] == 1
+        last = self.remaining[stage] == 1
         for l in reversed(self.plan.stages[stage]):
             if l not in self.plan.frozen:
                 await self.gradients.add(l, self.layers.backward_weight(l, m), last=last)
-        self.left[stage] -= 1
+        self.remaining[stage] -= 1
 
     async def gradient_of_output(self, stage: int, m: int) -> None:
         """Compute the gradient of the loss, or wait for the gradient that the next stage sends."""
-        after = self.plan.stages[stage].stop
-        if after == len(self.rank.layers):
+        end = self.plan.stages[stage].stop
+        if end == len(self.rank.layers):
             await self.layers.loss(m)
         else:
-            await self.receive(after, m, forward=False)
+            await self.receive(end, m, forward=False)
 
     def boundary_stores(self, layer: int, *, forward: bool) -> list[BoundaryStore[V]]:
         """Return the stores of the values that cross the boundary before `layer` between two pipeline stages."""
@@ -204,7 +204,7 @@ class TracedRunner(PlanRunner[Value]):
         rank, forward, source = self.rank, step.forward, self.plan.pipeline[step.peer]
         m, layer = self.plan.microbatches[step.microbatch], self.boundary(step, up=not forward)
         stores = self.boundaries[layer, forward]
-        self.receives[layer, forward, m] = [rank.recv(source=source, expect=(each.name, layer, m)) for each in stores]
+        self.receives[layer, forward, m] = [rank.recv(source=source, expect=(store.name, layer, m)) for store in stores]
 
     def boundary(self, step: Send | Recv, *, up: bool) -> int:
         """Return the first layer after the boundary to the next stage (`up`) or to the previous stage."""

@@ -283,10 +283,10 @@ class ModelLayers:
             )
         if plan.attention_apart and self._attention_inside:
             cuts = f"the mesh has cp {mesh.cp}, which cuts sequences"
-            what = cuts if mesh.cp > 1 else "selective recomputation was asked for"
+            reason = cuts if mesh.cp > 1 else "selective recomputation was asked for"
             raise UserError(
-                f"{what}, but attention is not a step of its own in this model's layers; give Sizes.context_blocks or "
-                "those of models.cut with attention_apart=True"
+                f"{reason}, but attention is not a step of its own in this model's layers; give Sizes.context_blocks "
+                "or those of models.cut with attention_apart=True"
             )
 
     @cached_property

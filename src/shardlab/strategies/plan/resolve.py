@@ -56,8 +56,8 @@ def with_named_blocks(plan: Plan, model: ModelLayers) -> Plan:
     if word == "first":
         bounds = [model.pipeline_cuts[unit] for unit in plan.bounds(model.pipeline_units, model.units_text)]
         firsts = [bisect_left(blocks, start, key=lambda block: block.start) for start in bounds]
-        named = [range(start, min(start + number, stop)) for start, stop in pairwise(firsts)]
-        return replace(plan, recompute=tuple(block for blocks in named for block in blocks))
+        runs = [range(start, min(start + number, stop)) for start, stop in pairwise(firsts)]
+        return replace(plan, recompute=tuple(block for blocks in runs for block in blocks))
     return plan
 
 
@@ -89,21 +89,21 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
     Raises:
         UserError: if the plan names a block that the model does not have.
     """
-    named = plan.recompute if isinstance(plan.recompute, tuple) else ()
+    numbers = plan.recompute if isinstance(plan.recompute, tuple) else ()
     word, number = plan.counted_recompute or ("", 1)
-    chosen = model.recomputable if plan.recompute == "full" or word == "uniform" else named_blocks(named, model)
-    found: dict[int, range] = {}
+    blocks = model.recomputable if plan.recompute == "full" or word == "uniform" else named_blocks(numbers, model)
+    run_by_end: dict[int, range] = {}
     for stage in stages:
-        cut = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in chosen]
+        cut = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in blocks]
         runs = [run for run in cut if run]
         if number > 1 and any(run.stop != following.start for run, following in pairwise(runs)):
             raise UserError(
                 f"recompute {plan.recompute} keeps one input of {number} blocks, but of a mixture of experts only the "
                 "experts are computed again; give full, or the numbers of blocks"
             )
-        for each in (runs[at : at + number] for at in range(0, len(runs), number)):
-            found[each[-1][-1]] = range(each[0].start, each[-1].stop)
-    return found
+        for group in (runs[at : at + number] for at in range(0, len(runs), number)):
+            run_by_end[group[-1][-1]] = range(group[0].start, group[-1].stop)
+    return run_by_end
 
 
 class _Resolver:
@@ -133,15 +133,15 @@ class _Resolver:
         units = plan.bounds(model.pipeline_units, model.units_text)
         stages = tuple(range(*cuts) for cuts in pairwise(model.pipeline_cuts[unit] for unit in units))
         own_stages = tuple(stage for stage, at in enumerate(steps.ranks_of_stages) if at == self.place["pp"])
-        own = [layer for stage in own_stages for layer in stages[stage]]
+        layers = [layer for stage in own_stages for layer in stages[stage]]
         pipeline = plan.mesh.group(self.rank, "pp").ranks
         ranks = [pipeline[at] for at, stage in zip(steps.ranks_of_stages, stages, strict=True) for _ in stage]
-        weightless = tuple(layer for layer in own if not self.sizes.weights[model.layers[layer].weight])
-        weights = self.weights([layer for layer in own if layer not in weightless], ranks)
+        weightless = tuple(layer for layer in layers if not self.sizes.weights[model.layers[layer].weight])
+        weights = self.weights([layer for layer in layers if layer not in weightless], ranks)
         frozen = self.frozen()
-        trained = [l for l, each in enumerate(model.layers) if self.sizes.weights[each.weight] and l not in frozen]
+        trained = [l for l, entry in enumerate(model.layers) if self.sizes.weights[entry.weight] and l not in frozen]
         blocks = Counter[int]()
-        for layer in own:
+        for layer in layers:
             if layer not in weightless and layer not in frozen:
                 blocks[model.reduced_with(layer)] += weights[model.layers[layer].weight].elements
         return RankPlan(
@@ -153,7 +153,7 @@ class _Resolver:
             pipeline=pipeline,
             stages=stages,
             own_stages=own_stages,
-            layers=self.layers(own, [stages[stage] for stage in own_stages]),
+            layers=self.layers(layers, [stages[stage] for stage in own_stages]),
             weights=weights,
             weightless=weightless,
             frozen=frozen,
@@ -177,16 +177,16 @@ class _Resolver:
             return frozenset()
         freeze, weight_blocks = set(self.plan.freeze), self.sizes.weight_blocks
         blocks = weight_blocks or tuple((layer,) for layer in range(len(self.model.layers)))
-        last = max(max(each, default=0) for each in blocks)
+        last = max(max(block, default=0) for block in blocks)
         if unknown := [number for number in sorted(freeze) if not 0 <= number <= last]:
             raise UserError(
                 f"freeze names block {unknown[0]}, but the model has blocks 0-{last}; give numbers of these"
             )
         if len(freeze) > last:
             raise UserError(f"freeze names all {last + 1} blocks of the model, so nothing is trained; leave some out")
-        for each in blocks:
-            if freeze & set(each) and not freeze >= set(each):
-                (one, *_), (other, *_) = sorted(freeze & set(each)), sorted(set(each) - freeze)
+        for block in blocks:
+            if freeze & set(block) and not freeze >= set(block):
+                (one, *_), (other, *_) = sorted(freeze & set(block)), sorted(set(block) - freeze)
                 raise UserError(
                     f"freeze names block {one} and not block {other}, but this plan cuts blocks so that the last "
                     "biases of a block lie in one layer with the next block's norm; freeze both, leave out --tp and "
@@ -201,10 +201,10 @@ class _Resolver:
     def sequence_slices(self) -> tuple[int, ...] | None:
         """Return this rank's slices of every sequence (None: sequences are not split)."""
         plan, cp = self.plan, self.size["cp"]
-        wanted = plan.counted(self.sizes).slices_per_rank
-        if self.sizes.slices_per_rank != wanted:
+        slices_per_rank = plan.counted(self.sizes).slices_per_rank
+        if self.sizes.slices_per_rank != slices_per_rank:
             raise UserError(
-                f"the plan deals {wanted} slices of every sequence to a rank of cp, but these sizes count "
+                f"the plan deals {slices_per_rank} slices of every sequence to a rank of cp, but these sizes count "
                 f"{self.sizes.slices_per_rank}; give plan.counted(sizes)"
             )
         return slices_of_rank(self.place["cp"], cp, plan.mesh.tp, plan.stripes) if cp > 1 else None
@@ -224,7 +224,7 @@ class _Resolver:
             index, count = index * self.size[axis] + self.place[axis], count * self.size[axis]
         return index, count
 
-    def layers(self, own: Sequence[int], stages: Sequence[range]) -> dict[int, LayerPlan]:
+    def layers(self, own_layers: Sequence[int], stages: Sequence[range]) -> dict[int, LayerPlan]:
         """Return the plans of the rank's layers."""
         runs = recomputed_runs(self.plan, self.model, stages)
         keeps: dict[int, Keeps] = {l: "input" if l == run[0] else "nothing" for run in runs.values() for l in run}
@@ -237,7 +237,7 @@ class _Resolver:
                 keeps.get(l, "all"),
                 recompute.get(l, range(0)),
             )
-            for l in own
+            for l in own_layers
         }
 
     def completions(self, layer: int) -> Completions:
@@ -285,16 +285,16 @@ class _Resolver:
             grad_input=() if reads_slices else reduced,
         )
 
-    def weights(self, own: Sequence[int], ranks: Sequence[int]) -> dict[int, WeightPlan]:
+    def weights(self, own_layers: Sequence[int], ranks: Sequence[int]) -> dict[int, WeightPlan]:
         """Return the plans of the weights that the rank's layers use.
 
         Args:
-            own: the rank's layers with parameters.
+            own_layers: the rank's layers with parameters.
             ranks: for every layer of the model, the rank of this pipeline that runs it.
         """
         plan, model = self.plan, self.model
         weights: dict[int, WeightPlan] = {}
-        for layer, users in Counter(model.layers[layer].weight for layer in own).items():
+        for layer, users in Counter(model.layers[layer].weight for layer in own_layers).items():
             sliced = model.cut_axes(layer)
             # The gradient of an expert already includes the tokens of all ranks of `cp` and `ep`.
             axes = [axis for axis in (*self.token_axes, *self.among_several(("ep",))) if axis not in sliced]
@@ -312,7 +312,7 @@ class _Resolver:
                 reduce_once=tuple(once),
                 direction_axes=self.direction_axes(layer, sliced),
                 shared_by=keepers if len(keepers) > 1 else (),
-                counted=layer in own,
+                counted=layer in own_layers,
             )
         return weights
 
@@ -328,6 +328,6 @@ class _Resolver:
         A gradient that stays whole along one axis is not sharded along later axes.
         """
         plan, axes = self.plan, self.token_axes
-        each = plan.axes_of_every_microbatch
-        whole = (place for place, axis in enumerate(axes) if axis in each and axis not in plan.shard_gradients)
+        early_axes = plan.axes_of_every_microbatch
+        whole = (place for place, axis in enumerate(axes) if axis in early_axes and axis not in plan.shard_gradients)
         return tuple(axis for axis in axes[: next(whole, len(axes))] if axis in plan.shard_optimizer)

@@ -75,16 +75,16 @@ class ParameterGatherer(Generic[V]):
         whole = self._whole.get(layer)
         if whole is not None:
             return rank.weights[whole]
-        layer, kept, run = self._uses[self._at]
+        layer, is_kept, run = self._uses[self._at]
         self._at += 1
-        kept = kept or self._explicit
+        is_kept = is_kept or self._explicit
         if (layer, "full") in rank.weights:
-            full = rank.weights[layer, "full"] if kept else rank.weights.pop((layer, "full"))
+            full = rank.weights[layer, "full"] if is_kept else rank.weights.pop((layer, "full"))
         else:
             full = await (self._in_flight.pop(layer, None) or self._gather(layer))
             for axis in axes[1:]:
                 full = await rank.all_gather(full, axis=axis)
-            if kept:
+            if is_kept:
                 rank.weights[layer, "full"] = full
         at = self._at
         while not self._explicit and at < len(self._uses) and self._uses[at].run <= run + 1:
@@ -239,13 +239,13 @@ class GradientReducer(Generic[V]):
         The next direction is prefetched.
         """
         rank, weights = self._rank, self._trained
-        left = [l for l, weight in weights.items() if weight.direction_axes]
-        coming: dict[int, Awaitable[V]] = {}
+        queue = [l for l, weight in weights.items() if weight.direction_axes]
+        in_flight: dict[int, Awaitable[V]] = {}
         for l, weight in weights.items():
-            for ahead in left[: 2 - len(coming)]:
+            for ahead in queue[: 2 - len(in_flight)]:
                 part = rank.direction(ahead, rank.grad_weights[ahead], rank.opt_states[ahead], rank.scalars["norm"])
-                coming[left.pop(0)] = rank.all_gather(part, axis=weights[ahead].direction_axes[0])
-            direction = await coming.pop(l) if l in coming else None
+                in_flight[queue.pop(0)] = rank.all_gather(part, axis=weights[ahead].direction_axes[0])
+            direction = await in_flight.pop(l) if l in in_flight else None
             for axis in weight.direction_axes[1:]:
                 assert direction is not None
                 direction = await rank.all_gather(direction, axis=axis)
@@ -317,14 +317,14 @@ def weight_uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[Weigh
     uses: list[WeightUse] = []
     next_use: dict[int, tuple[int, int]] = {}  # owner to run and row
     for owner, run, row, forward in reversed(visits):
-        after = next_use.get(owner)
+        following = next_use.get(owner)
         next_use[owner] = run, row
-        kept = False
-        if after is not None:
-            same_run, same_row = after[0] == run, after[1] == row
-            near = {"layer": same_run, "forward": same_run or not forward, "stage": same_row}
-            kept = near.get(reshard_after, True)
-        uses.append(WeightUse(owner, kept, run))
+        is_kept = False
+        if following is not None:
+            same_run, same_row = following[0] == run, following[1] == row
+            options = {"layer": same_run, "forward": same_run or not forward, "stage": same_row}
+            is_kept = options.get(reshard_after, True)
+        uses.append(WeightUse(owner, is_kept, run))
     return uses[::-1]
 
 
@@ -333,13 +333,13 @@ class WeightUse(NamedTuple):
 
     Attributes:
         layer: owner of the weight.
-        kept: whether the whole weight is kept for its next use.
+        is_kept: whether the whole weight is kept for its next use.
         run: number of the run to which the use belongs: consecutive uses of one block. The next run is prefetched
             during this one.
     """
 
     layer: int
-    kept: bool
+    is_kept: bool
     run: int
 
 

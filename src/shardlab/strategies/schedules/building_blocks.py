@@ -103,15 +103,15 @@ def _add_weight_halves(timetable: Timetable) -> None:
     """Put each missing weight half into the first free slot after its input half, in the order of the input halves."""
     present = set(timetable.values())
     end = max(timetable)
-    waiting: deque[Action] = deque()
+    pending: deque[Action] = deque()
     for slot in count():
         action = timetable.get(slot)
         if isinstance(action, BackwardInput):
             weight = BackwardWeight(action.stage, action.microbatch)
-            waiting.extend([weight] if weight not in present else [])
-        elif action is None and waiting:
-            timetable[slot] = waiting.popleft()
-        if slot >= end and not waiting:
+            pending.extend([weight] if weight not in present else [])
+        elif action is None and pending:
+            timetable[slot] = pending.popleft()
+        if slot >= end and not pending:
             return
 
 
@@ -129,7 +129,7 @@ def _move_earlier(timetables: Sequence[Timetable], steady: range, limit: int) ->
     A forward pass moves only so far that its rank never holds the activations of more than `limit` passes. The steady
     phase between warm-up and cool-down keeps the order of the block, which also suits passes of unequal length.
     """
-    held = [_activations_held(timetable) for timetable in timetables]
+    activation_counts = [_activations_held(timetable) for timetable in timetables]
     slots: dict[Action, int] = {}
     for slot, rank in sorted((slot, rank) for rank, timetable in enumerate(timetables) for slot in timetable):
         timetable = timetables[rank]
@@ -139,12 +139,12 @@ def _move_earlier(timetables: Sequence[Timetable], steady: range, limit: int) ->
             continue
         start = 1 + max((slots[needed] for needed in _needs(action, 2 * len(timetables))), default=-1)
         for earlier in range(start, slot):
-            fits = not isinstance(action, Forward) or max(held[rank][earlier:slot]) < limit
+            fits = not isinstance(action, Forward) or max(activation_counts[rank][earlier:slot]) < limit
             if earlier not in timetable and fits:
                 timetable[earlier] = timetable.pop(slot)
                 slots[action] = earlier
-                for between in range(earlier, slot):
-                    held[rank][between] += _change(action)
+                for index in range(earlier, slot):
+                    activation_counts[rank][index] += _change(action)
                 break
 
 

@@ -64,8 +64,8 @@ def _read(name: str) -> Schedule | Steps:
             raise UserError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
     path, function = file_and_name(name)
     assert path is not None
-    what, is_one = ("function", "generators"), inspect.isgeneratorfunction
-    function, schedule = find_member(load_module(path), path, function, what, is_one)
+    nouns, is_one = ("function", "generators"), inspect.isgeneratorfunction
+    function, schedule = find_member(load_module(path), path, function, nouns, is_one)
     if isinstance(schedule, Schedule):
         return schedule
     if not inspect.isgeneratorfunction(schedule):

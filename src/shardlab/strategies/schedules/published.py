@@ -98,16 +98,16 @@ def zb_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iter
     down, up = rank, 2 * ranks - 1 - rank
     f_down, i_down, w_down = (passes(kind, down) for kind in (Forward, BackwardInput, BackwardWeight))
     f_up, i_up, w_up = (passes(kind, up) for kind in (Forward, BackwardInput, BackwardWeight))
-    below = ranks - rank - 1
-    w_left = in_phases((rank, [w_down, w_up]), (below + 1, [w_down]))
+    ranks_below = ranks - rank - 1
+    w_left = in_phases((rank, [w_down, w_up]), (ranks_below + 1, [w_down]))
     figure = in_phases(
-        (2 * below + 1, [f_down]),
+        (2 * ranks_below + 1, [f_down]),
         (rank, [f_up, f_down]),
-        (below + 1, [f_up, i_up, w_up]),
-        (max(microbatches - ranks - below, rank), [f_down, i_down, w_down, f_up, i_up, w_up]),
-        (below, [i_down, w_down, f_up, i_up, w_up]),
+        (ranks_below + 1, [f_up, i_up, w_up]),
+        (max(microbatches - ranks - ranks_below, rank), [f_down, i_down, w_down, f_up, i_up, w_up]),
+        (ranks_below, [i_down, w_down, f_up, i_up, w_up]),
         (rank, [i_down, i_up]),
-        (below + 1, [i_down, w_left]),
+        (ranks_below + 1, [i_down, w_left]),
         (2 * rank, [w_left]),
     )
     return (action for action in figure if action.microbatch < microbatches)
@@ -176,18 +176,18 @@ def _dualpipe_v_order(rank: int, ranks: int, microbatches: int) -> Iterator[Acti
     i_down, i_up = passes(BackwardInput, down, next_down), passes(BackwardInput, up, next_up)
     halves: deque[Action] = deque()
     weight = (BackwardWeight(half.stage, half.microbatch) for half in iter(halves.popleft, None))
-    below, above = ranks - rank - 1, rank + 1
+    ranks_below, position = ranks - rank - 1, rank + 1
     for action in in_phases(
-        (2 * below, [f_down]),
-        (above, [f_down, f_up]),
-        (below, [i_up, weight, f_up]),
-        (microbatches - 2 * ranks + above, [f_down, b_up, f_up, b_down]),
-        (below, [b_up, f_up, b_down]),
-        (above // 2, [b_up, b_down]),
-        (above % 2, [b_up, i_down]),
-        (above // 2, [i_up, i_down]),
-        (below, [weight, i_down]),
-        (above, [weight]),
+        (2 * ranks_below, [f_down]),
+        (position, [f_down, f_up]),
+        (ranks_below, [i_up, weight, f_up]),
+        (microbatches - 2 * ranks + position, [f_down, b_up, f_up, b_down]),
+        (ranks_below, [b_up, f_up, b_down]),
+        (position // 2, [b_up, b_down]),
+        (position % 2, [b_up, i_down]),
+        (position // 2, [i_up, i_down]),
+        (ranks_below, [weight, i_down]),
+        (position, [weight]),
     ):
         if isinstance(action, BackwardInput):
             halves.append(action)

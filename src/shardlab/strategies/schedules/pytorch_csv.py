@@ -64,8 +64,8 @@ def import_csv(source: str | Path) -> Steps:
     steps: Sequence[Sequence[ShardedStep]] = [[cell.step(ranks_of_stages) for cell in row] for row in rows]
     if not has_messages(rows):
         todo = [[step for step in row if isinstance(step, Action)] for row in steps]
-        sent = insert_messages(todo, len(ranks_of_stages), ranks_of_stages.__getitem__)
-        steps = [_insert_messages(row, messages) for row, messages in zip(steps, sent, strict=True)]
+        full_rows = insert_messages(todo, len(ranks_of_stages), ranks_of_stages.__getitem__)
+        steps = [_insert_messages(row, messages) for row, messages in zip(steps, full_rows, strict=True)]
     microbatches = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
     return Steps(tuple(tuple(row) for row in steps), microbatches, ranks_of_stages)
 
@@ -101,7 +101,7 @@ class Cell:
         kind: one of `KINDS`.
         stage: stage of the action; for a message, the stage at this end.
         microbatch: microbatch (None: a step of a sharded stage).
-        written: text of the cell in the file, if that is in the format of torch 2.5 ("": it is in today's format).
+        old_text: text of the cell in the file, if that is in the format of torch 2.5 ("": it is in today's format).
     """
 
     row: int
@@ -109,7 +109,7 @@ class Cell:
     kind: str
     stage: int
     microbatch: int | None
-    written: str = ""
+    old_text: str = ""
 
     @property
     def rank(self) -> int:
@@ -142,7 +142,7 @@ class Cell:
 
     def refuse(self, reason: str) -> UserError:
         """Return an error with the position of the cell and what is wrong with it."""
-        word = f"{self.written} (today {self.word})" if self.written else self.word
+        word = f"{self.old_text} (today {self.word})" if self.old_text else self.word
         return UserError(f"row {self.row} (rank {self.rank}), column {self.column}, {word}: {reason}")
 
 
@@ -217,9 +217,9 @@ class Table:
             # a whole backward pass is the work of its two halves
             kinds = (cell.kind, *{"B": "IW", "I": "B", "W": "B"}.get(cell.kind, ""))
             words = [f"{cell.stage}{kind}{cell.microbatch}" for kind in kinds]
-            for known in (self.cells[word] for word in words if word in self.cells):
+            for earlier in (self.cells[word] for word in words if word in self.cells):
                 raise cell.refuse(
-                    f"this work is done twice, first as {known.word} in column {known.column}; remove one"
+                    f"this work is done twice, first as {earlier.word} in column {earlier.column}; remove one"
                 )
             self.cells[cell.word] = cell
 
@@ -228,11 +228,11 @@ class Table:
         places = {word: place for place, word in enumerate(self.cells)}
         for cell in sorted(self.cells.values(), key=lambda cell: cell.kind not in ("F", "SEND_F", "RECV_F")):
             for needs in self._needs(cell):
-                found = [self.cells[word] for word in needs if word in self.cells]
-                if not found:
+                cells = [self.cells[word] for word in needs if word in self.cells]
+                if not cells:
                     raise cell.refuse(f"it needs {' or '.join(needs)}, which row {cell.row} does not have")
-                if all(places[other.word] > places[cell.word] for other in found):
-                    raise cell.refuse(f"it needs {found[0].word}, which comes only in column {found[0].column}")
+                if all(places[other.word] > places[cell.word] for other in cells):
+                    raise cell.refuse(f"it needs {cells[0].word}, which comes only in column {cells[0].column}")
 
     def check_complete(self) -> None:
         """Check that every stage has a forward and a backward pass for every microbatch."""
@@ -257,15 +257,15 @@ class Table:
     def check_progress(self) -> None:
         """Check that all ranks reach the ends of their rows if they run in parallel and wait for each other."""
         at = [0] * len(self.rows)
-        done: set[str] = set()
-        moved = True
-        while moved:
-            moved = False
+        finished: set[str] = set()
+        progress = True
+        while progress:
+            progress = False
             for rank, row in enumerate(self.rows):
-                while at[rank] < len(row) and self._ready(row[at[rank]], done):
-                    done.add(row[at[rank]].word)
+                while at[rank] < len(row) and self._ready(row[at[rank]], finished):
+                    finished.add(row[at[rank]].word)
                     at[rank] += 1
-                    moved = True
+                    progress = True
         stuck = [row[i] for row, i in zip(self.rows, at, strict=True) if i < len(row)]
         if stuck:
             others = ", ".join(f"{cell.word} (row {cell.row}, column {cell.column})" for cell in stuck[1:])
@@ -280,9 +280,9 @@ class Table:
             yield (f"{s}I{m}",)
         if cell.kind == "SEND_B":
             yield (f"{s}B{m}", f"{s}I{m}")
-        for stage, made in self._input(cell):
+        for stage, words in self._input(cell):
             if self.ranks[stage] == cell.rank:
-                yield made
+                yield words
             elif self.messages:
                 yield (f"{s}RECV_{'F' if cell.kind == 'F' else 'B'}{m}",)
 
@@ -294,12 +294,12 @@ class Table:
         if cell.kind in ("B", "I") and s + 1 < len(self.ranks):
             yield s + 1, (f"{s + 1}B{m}", f"{s + 1}I{m}")
 
-    def _ready(self, cell: Cell, done: set[str]) -> bool:
+    def _ready(self, cell: Cell, finished: set[str]) -> bool:
         """Return whether the input of an action has been computed, and sent if it comes from another rank."""
-        for stage, made in self._input(cell):
+        for stage, words in self._input(cell):
             if self.messages and self.ranks[stage] != cell.rank:
-                made = (f"{stage}SEND_{'F' if cell.kind == 'F' else 'B'}{cell.microbatch}",)
-            if not done.intersection(made):
+                words = (f"{stage}SEND_{'F' if cell.kind == 'F' else 'B'}{cell.microbatch}",)
+            if not finished.intersection(words):
                 return False
         return True
 
@@ -312,8 +312,8 @@ def check_neighbours(rows: Rows, ranks_of_stages: Sequence[int]) -> None:
     """
     for cell in _messages(rows):
         if not 0 <= cell.other_stage < len(ranks_of_stages):
-            where = "above" if cell.other_stage > 0 else "below"
-            raise cell.refuse(f"there is no stage {where} stage {cell.stage} to exchange this with; remove it")
+            side = "above" if cell.other_stage > 0 else "below"
+            raise cell.refuse(f"there is no stage {side} stage {cell.stage} to exchange this with; remove it")
         if ranks_of_stages[cell.other_stage] == cell.rank:
             raise cell.refuse(f"stages {cell.stage} and {cell.other_stage} are both on rank {cell.rank}; remove it")
 
@@ -328,18 +328,18 @@ def check_messages(rows: Rows, ranks_of_stages: Sequence[int]) -> None:
         UserError: with the cell and the reason.
     """
     words = {cell.word for cell in _messages(rows)}
-    between: dict[tuple[int, int], list[Cell]] = {}
+    channels: dict[tuple[int, int], list[Cell]] = {}
     for cell in _messages(rows):
         peer = ranks_of_stages[cell.other_stage]
         if cell.other_end not in words:
             raise cell.refuse(f"its other end {cell.other_end} is missing in row {peer + 1} (rank {peer})")
-        between.setdefault((cell.rank, peer), []).append(cell)
-    for (rank, peer), here in between.items():
-        for mine, theirs in zip(here, between[peer, rank], strict=True):
-            if mine.other_end != theirs.word:
-                raise mine.refuse(
-                    f"the messages of ranks {rank} and {peer} are in another order in row {theirs.row}, where "
-                    f"{theirs.word} (column {theirs.column}) stands in place of {mine.other_end}; "
+        channels.setdefault((cell.rank, peer), []).append(cell)
+    for (rank, peer), cells in channels.items():
+        for message, other in zip(cells, channels[peer, rank], strict=True):
+            if message.other_end != other.word:
+                raise message.refuse(
+                    f"the messages of ranks {rank} and {peer} are in another order in row {other.row}, where "
+                    f"{other.word} (column {other.column}) stands in place of {message.other_end}; "
                     "write them in one order in both rows, or a queue such as NCCL's hangs"
                 )
 
@@ -416,9 +416,9 @@ def _as_today(rows: Rows) -> list[list[Cell]]:
 
     def today(cell: Cell) -> Cell:
         if cell.kind == OLD_BACKWARD:
-            return replace(cell, kind="B", written=cell.word)
+            return replace(cell, kind="B", old_text=cell.word)
         is_half = OLD_BACKWARD in kinds or ("I" not in kinds and f"{cell.stage}W{cell.microbatch}" in words)
-        return replace(cell, kind="I", written=cell.word) if cell.kind == "B" and is_half else cell
+        return replace(cell, kind="I", old_text=cell.word) if cell.kind == "B" and is_half else cell
 
     return [[today(cell) for cell in row] for row in rows]
 
@@ -429,8 +429,8 @@ def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
         return
     overlapped = _OVERLAP.fullmatch(word)
     for part in overlapped.groups() if overlapped else (word,):
-        found = _WORD.fullmatch(part.strip())
-        stage, kind, microbatch = found.groups() if found else ("", "", "")
+        match = _WORD.fullmatch(part.strip())
+        stage, kind, microbatch = match.groups() if match else ("", "", "")
         if (kind in SHARDING) == bool(microbatch) or (overlapped and kind not in (*ACTIONS, OLD_BACKWARD)):
             raise UserError(f"row {row} (rank {row - 1}), column {column}: {word!r} is no action; {_remedy(word)}")
         yield Cell(row, column, kind, int(stage), int(microbatch) if microbatch else None)
@@ -438,13 +438,13 @@ def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
 
 def _remedy(word: str) -> str:
     """Return a suggestion: a similar action, or the format of actions."""
-    found = _LOOKS_LIKE.fullmatch(word)
-    if found and found[2].upper() in ("SEND_F_RECV_B", "SEND_B_RECV_F"):
+    match = _LOOKS_LIKE.fullmatch(word)
+    if match and match[2].upper() in ("SEND_F_RECV_B", "SEND_B_RECV_F"):
         return "write each of the two messages in a cell of its own"
-    kind = found[2] if found else ""
+    kind = match[2] if match else ""
     near = SYNONYMS.get(kind) or SYNONYMS.get(kind.upper()) or (closest_name(kind, KINDS) if kind else None)
-    if found and near and (near in SHARDING or found[3]):
-        return f"did you mean {found[1]}{near}{'' if near in SHARDING else found[3]}?"
+    if match and near and (near in SHARDING or match[3]):
+        return f"did you mean {match[1]}{near}{'' if near in SHARDING else match[3]}?"
     return (
         "write <stage><kind><microbatch> with F, B, I, W, SEND_F, RECV_F, SEND_B or RECV_B, as 2F0 or 3SEND_F1, "
         "<stage> with UNSHARD, RESHARD or REDUCE_GRAD, as 0UNSHARD, or (0F1;3B0)OVERLAP_F_B"
@@ -464,7 +464,7 @@ def _messages(rows: Rows) -> Iterator[Cell]:
     return (cell for row in rows for cell in row if cell.kind in MESSAGES)
 
 
-def _insert_messages(row: Sequence[ShardedStep], sent: Sequence[Step]) -> list[ShardedStep]:
+def _insert_messages(row: Sequence[ShardedStep], with_messages: Sequence[Step]) -> list[ShardedStep]:
     """Insert messages between a rank's actions and steps of sharded stages.
 
     The output of an action is sent before any other step, because another rank waits for it.
@@ -475,12 +475,12 @@ def _insert_messages(row: Sequence[ShardedStep], sent: Sequence[Step]) -> list[S
         if not isinstance(step, Action):
             merged.append(step)
             continue
-        after = sent.index(step, at) + 1
-        while after < len(sent) and isinstance(sent[after], Send):
-            after += 1
-        merged += sent[at:after]
-        at = after
-    return [*merged, *sent[at:]]
+        end = with_messages.index(step, at) + 1
+        while end < len(with_messages) and isinstance(with_messages[end], Send):
+            end += 1
+        merged += with_messages[at:end]
+        at = end
+    return [*merged, *with_messages[at:]]
 
 
 def _sharded(row: Sequence[ShardedStep]) -> Sequence[ShardedStep]:
@@ -511,12 +511,12 @@ def _check_gradients(row: Sequence[Cell]) -> None:
     last = {cell.stage: cell for cell in row if cell.kind in ("B", "W")}
     reduced: dict[int, Cell] = {}
     for cell in (cell for cell in row if cell.kind == "REDUCE_GRAD"):
-        known = reduced.setdefault(cell.stage, cell)
-        if known is not cell:
-            raise cell.refuse(f"the gradients of stage {cell.stage} are already reduced in column {known.column}")
-        after = last[cell.stage]
-        if row.index(cell) < row.index(after):
-            raise cell.refuse(f"{after.word} (column {after.column}) still adds to these gradients; reduce after it")
+        first = reduced.setdefault(cell.stage, cell)
+        if first is not cell:
+            raise cell.refuse(f"the gradients of stage {cell.stage} are already reduced in column {first.column}")
+        final = last[cell.stage]
+        if row.index(cell) < row.index(final):
+            raise cell.refuse(f"{final.word} (column {final.column}) still adds to these gradients; reduce after it")
     for stage, cell in last.items():
         if stage not in reduced:
             raise cell.refuse(f"nothing reduces the gradients of stage {stage}; put {stage}REDUCE_GRAD after this")

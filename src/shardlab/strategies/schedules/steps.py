@@ -59,8 +59,8 @@ class PlacedSchedule(Schedule):
         def actions(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
             return iter(rows[rank])
 
-        each = steps.stages // len(rows)
-        return cls(name, actions, source, lambda stage, ranks: steps.ranks_of_stages[stage], each, steps)
+        per_rank = steps.stages // len(rows)
+        return cls(name, actions, source, lambda stage, ranks: steps.ranks_of_stages[stage], per_rank, steps)
 
 
 @cache
@@ -80,8 +80,8 @@ def resolve_schedule(schedule: Schedule, ranks: int, microbatches: int, stages_p
     )
     placed = tuple(schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank))
     todo = [_actions(schedule, rank, placed, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
-    sent = insert_messages(todo, len(placed), placed.__getitem__, f"the schedule {schedule.name}")
-    return Steps(tuple(tuple(steps) for steps in sent), microbatches, placed)
+    rows = insert_messages(todo, len(placed), placed.__getitem__, f"the schedule {schedule.name}")
+    return Steps(tuple(tuple(steps) for steps in rows), microbatches, placed)
 
 
 def require_size(steps: Steps, name: str, ranks: int, microbatches: int, data_ranks: int = 1) -> None:
@@ -181,24 +181,24 @@ def insert_messages(
     """
     at = [0] * len(todo)
     steps: list[list[Step]] = [[] for _ in todo]
-    done: set[PassKey] = set()
+    finished: set[PassKey] = set()
     while any(place < len(actions) for place, actions in zip(at, todo, strict=True)):
-        moved = False
+        progress = False
         for rank, actions in enumerate(todo):
-            while at[rank] < len(actions) and done.issuperset(_needs(actions[at[rank]], stages)):
+            while at[rank] < len(actions) and finished.issuperset(_needs(actions[at[rank]], stages)):
                 action = actions[at[rank]]
                 at[rank] += 1
-                moved = True
+                progress = True
                 steps[rank].append(action)
                 if isinstance(action, BackwardWeight):
                     continue
                 forward = isinstance(action, Forward)
-                done.add((forward, action.stage, action.microbatch))
+                finished.add((forward, action.stage, action.microbatch))
                 reader = action.stage + (1 if forward else -1)
                 if 0 <= reader < stages and rank_of(reader) != rank:
                     steps[rank].append(Send(action.stage, action.microbatch, forward, rank_of(reader)))
                     steps[rank_of(reader)].append(Recv(reader, action.microbatch, forward, rank))
-        if not moved:
+        if not progress:
             stuck = ", ".join(
                 f"rank {rank} at {actions[place]}"
                 for rank, (place, actions) in enumerate(zip(at, todo, strict=True))
@@ -226,13 +226,13 @@ def insert_sharding_steps(steps: Sequence[Step], whole: int = 3) -> list[Sharded
     gathered: list[int] = []
     result: list[ShardedStep] = []
     reduce: list[ShardedStep] = []
-    for i, (step, wanted) in enumerate(zip(steps, _next_stages(steps, whole), strict=True)):
+    for i, (step, next_stages) in enumerate(zip(steps, _next_stages(steps, whole), strict=True)):
         if not isinstance(step, Send):
             result += reduce
             reduce = []
-            result += [Reshard(stage) for stage in gathered if stage not in wanted]
-            result += [Unshard(stage) for stage in wanted if stage not in gathered]
-            gathered = wanted
+            result += [Reshard(stage) for stage in gathered if stage not in next_stages]
+            result += [Unshard(stage) for stage in next_stages if stage not in gathered]
+            gathered = next_stages
         result.append(step)
         if ends.get(step.stage) == i:
             reduce.append(ReduceGrad(step.stage))
@@ -250,8 +250,8 @@ def _needs(action: Action, stages: int) -> Sequence[PassKey]:
         return ((True, stage - 1, microbatch),) if stage else ()
     if isinstance(action, BackwardWeight):
         return ((False, stage, microbatch),)
-    own = True, stage, microbatch
-    return (own, (False, stage + 1, microbatch)) if stage + 1 < stages else (own,)
+    forward_pass = True, stage, microbatch
+    return (forward_pass, (False, stage + 1, microbatch)) if stage + 1 < stages else (forward_pass,)
 
 
 def _next_stages(steps: Sequence[Step], count: int) -> list[list[int]]:
@@ -271,13 +271,13 @@ def _actions(
     """Return the actions of a rank, and refuse a generator that yields other objects, fails or does not end."""
     name, microbatches = f"the schedule {schedule.name}", sizes[1]
     actions: list[Action] = []
-    mine = [stage for stage, place in enumerate(ranks_of_stages) if place == rank]
-    most = 3 * len(mine) * microbatches  # F, I and W
+    stages = [stage for stage, place in enumerate(ranks_of_stages) if place == rank]
+    limit = 3 * len(stages) * microbatches  # F, I and W
     results: list[object] = []
 
     def take() -> Iterator[Action]:
         generator = iter(schedule.actions(rank, *sizes))
-        results.extend(islice(generator, most + 1))
+        results.extend(islice(generator, limit + 1))
         return generator
 
     try:
@@ -298,27 +298,27 @@ def _actions(
             raise UserError(f"{name} gave rank {rank} {action!r}; yield Forward, Backward, BackwardInput, ...")
         if not 0 <= action.microbatch < microbatches:
             raise UserError(f"{name} gave rank {rank} {action}, but microbatches are numbered 0 to {microbatches - 1}")
-        if action.stage not in mine:
+        if action.stage not in stages:
             raise UserError(
-                f"{name} gave rank {rank} {action}, but that rank has {plural('stage', len(mine))} {listed(mine)}"
+                f"{name} gave rank {rank} {action}, but that rank has {plural('stage', len(stages))} {listed(stages)}"
             )
         actions.append(action)
-    if len(results) > most:
+    if len(results) > limit:
         frame = generator.gi_frame if isinstance(generator, GeneratorType) else None
         line = f", line {frame.f_lineno}," if frame else ""
         repeated = next(action for action, times in Counter(actions).items() if times > 1)
         raise UserError(
-            f"{name}, rank {rank}{line} goes on after {most:,} actions, which is as many as "
+            f"{name}, rank {rank}{line} goes on after {limit:,} actions, which is as many as "
             f"{counted(microbatches, 'microbatch')} can have there; {repeated} came twice; let it end"
         )
-    for wanted in ((Forward,), (Backward, BackwardInput), (Backward, BackwardWeight)):
-        done = Counter((action.stage, action.microbatch) for action in actions if type(action) in wanted)
-        for work in product(mine, range(microbatches)):
-            if done[work] != 1:
-                what = " or ".join(kind.__name__ for kind in wanted)
-                times = "twice" if done[work] > 1 else "no"
+    for kinds in ((Forward,), (Backward, BackwardInput), (Backward, BackwardWeight)):
+        counts = Counter((action.stage, action.microbatch) for action in actions if type(action) in kinds)
+        for work in product(stages, range(microbatches)):
+            if counts[work] != 1:
+                noun = " or ".join(kind.__name__ for kind in kinds)
+                times = "twice" if counts[work] > 1 else "no"
                 raise UserError(
-                    f"{name} gave rank {rank} {times} {what} of stage {work[0]} and microbatch {work[1]}; every stage "
+                    f"{name} gave rank {rank} {times} {noun} of stage {work[0]} and microbatch {work[1]}; every stage "
                     "does each once"
                 )
     return actions

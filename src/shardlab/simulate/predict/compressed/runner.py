@@ -147,7 +147,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.stage_passes: dict[tuple[str, int], MeasuredPass] = {}
         self.key = StepKey(None)
         self.uses: dict[Hashable, list[WeightUse]] = {}
-        self.counts = {stage for stage, left in self.left.items() if left}
+        self.counts = {stage for stage, left in self.remaining.items() if left}
         self.owners = {
             stage: [rank_plan.weight_of(l) for l in reversed(rank_plan.stages[stage]) if l not in rank_plan.weightless]
             for stage in rank_plan.own_stages
@@ -193,7 +193,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         if kind not in (Forward, Backward, BackwardInput, BackwardWeight):
             return cast(Any, kind)(stage)
         if stage in self.counts:
-            self.left[stage] = 1 if key.last else 2
+            self.remaining[stage] = 1 if key.last else 2
         step = cast(Any, kind)(stage, 0)
         if self.plan.gather_axes:
             upcoming = kind, stage, key.ahead, key.later_stages
@@ -290,7 +290,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         They can if no weights are gathered, no gradients are reduced, and all gradients are stored or all are added.
         """
         owners, weights = self.owners[stage], self.plan.weights
-        reduced = self.left[stage] == 1 or any(weights[owner].reduce_every_microbatch for owner in owners)
+        reduced = self.remaining[stage] == 1 or any(weights[owner].reduce_every_microbatch for owner in owners)
         if self.plan.gather_axes or reduced:
             return None
         stored = sum(owner in self.compressed.grad_weights for owner in set(owners))
@@ -305,7 +305,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         for layer in self.owners[stage]:
             if layer not in rank.grad_weights:
                 rank.grad_weights[layer] = self.passes.gradient(layer)
-        self.left[stage] -= 1
+        self.remaining[stage] -= 1
 
     def stage_pass(self, name: str, stage: int) -> MeasuredPass:
         stage_pass = self.stage_passes.get((name, stage))
