@@ -28,7 +28,7 @@ CODE_LINES = {
     "models": 4540,
     "planner": 4100,
     "simulate": 7420,
-    "strategies": 2745,
+    "strategies": 2760,
     "train": 8955,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

@@ -67,6 +67,18 @@ def test_flags_change_a_plan_in_a_file(tmp_path: Path) -> None:
     assert plan_of(plan_flags(plan=file, schedule="zb-h1").entry(None, None)) == Plan(Mesh(pp=2), "zb-h1")
 
 
+def test_a_flag_without_effect_is_noted_and_a_field_of_a_file_is_not(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "mine.toml").write_text("context = 'ulysses'\n[mesh]\ndp_shard = 2\n")
+    plan = ["simulate", "--plan", str(tmp_path / "mine.toml")]
+    assert main(plan) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*plan, "--context", "all_gather", "--shard-optimizer", "dp_shard", "cp"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "shardlab: --shard-optimizer cp has no effect: the mesh has cp 1",
+        "shardlab: --context has no effect: the mesh has cp 1",
+    ]
+
+
 def test_json_names_the_plan_that_was_simulated(capsys: Captured) -> None:
     facts = facts_of(capsys, "--pp", "2", "--dp-shard", "2", "--shard-optimizer", "dp_shard")
     assert facts["strategy"] == "plan"

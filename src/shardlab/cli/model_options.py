@@ -215,12 +215,13 @@ def noted_model(name: str) -> Blocks:
 
     model = find_model(name)
     if is_config_file(name):
-        _print_notes(tuple(config_notes(Path(name))))
+        print_notes(tuple(config_notes(Path(name))))
     return model
 
 
 @cache
-def _print_notes(notes: tuple[str, ...]) -> None:
+def print_notes(notes: tuple[str, ...]) -> None:
+    """Print notes on stderr, each group of notes once."""
     for note in notes:
         print(f"shardlab: {note}", file=sys.stderr)
 

@@ -19,6 +19,7 @@ import tyro
 
 from shardlab.check import Checked, check
 from shardlab.check.report import FileCheck
+from shardlab.cli.model_options import print_notes
 from shardlab.cli.options import OptionalCount, switch_flags, switch_value
 from shardlab.common.fields import COUNT, as_flags, field_helps, field_types
 from shardlab.common.files import read_file
@@ -166,6 +167,8 @@ class PlanOptions:
         plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changed)
         if follows and ranks is not None:
             plan = plan.on(ranks)
+        idle = [(name, why) for name, why in plan.without_effect().items() if name in changed]
+        print_notes(tuple(f"--{name.replace('_', '-')} {why}" for name, why in idle))
         if ranks not in (None, plan.mesh.world):
             raise UserError(
                 f"the plan's mesh {plan.mesh} does not fit on {counted(ranks, 'rank')}; leave out --ranks or change "

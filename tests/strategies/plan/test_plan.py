@@ -11,9 +11,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+import shardlab
 from shardlab.language import Mesh, UserError
 from shardlab.strategies import STRATEGIES, Plan
-from shardlab.strategies.plan.plan import read_plan
+from shardlab.strategies.plan.plan import CUT_AXES, read_plan
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.find import find_schedule
 
@@ -254,6 +255,30 @@ def test_an_unknown_field_is_refused_in_one_sentence(settings: dict[str, Any], s
     with pytest.raises(UserError) as refusal:
         Plan(**settings)
     assert str(refusal.value) == sentence
+
+
+ZERO_3 = dict.fromkeys(("shard_parameters", "shard_gradients", "shard_optimizer"), ("dp_shard",))
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"])
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        *(({}, {name: (axis,)}) for name in ("shard_optimizer", "reduce_every_microbatch") for axis in CUT_AXES),
+        ({}, {"reduce_every_microbatch": ("ep",)}),
+        ({}, {"reduce_at": "step"}),
+        (ZERO_3, {"reduce_at": "step"}),
+        ({}, {"reshard_after": "step"}),
+        (ZERO_3, {"reshard_after": "step"}),
+        ({}, {"context": "all_gather"}),
+        ({}, {"context": "ulysses"}),
+    ],
+)
+def test_a_field_without_effect_is_one_that_changes_no_tape(base: Any, changes: Any, axis: str) -> None:
+    plan = Plan(Mesh(**{axis: 2}), **base)
+    changed = replace(plan, **changes)
+    tapes, others = (shardlab.trace(each, layers=3, microbatches=8).fingerprint() for each in (plan, changed))
+    assert (tapes == others) == bool(changes.keys() & changed.without_effect().keys())
 
 
 def test_a_list_of_axes_is_as_good_as_a_tuple() -> None:

@@ -249,6 +249,24 @@ class Plan:
         """Whether whole blocks are recomputed: all or some of them."""
         return self.recompute not in ("none", "selective", ()) and not self.recompute_inside
 
+    def without_effect(self) -> dict[str, str]:
+        """Return the fields that change nothing on this mesh, each with the end of a sentence that says why.
+
+        >>> Plan(Mesh(dp_shard=2), shard_optimizer=("cp",), context="ulysses").without_effect()
+        {'shard_optimizer': 'cp has no effect: the mesh has cp 1', 'context': 'has no effect: the mesh has cp 1'}
+        """
+        several, found = set(self.mesh.used), dict[str, str]()
+        for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_every_microbatch"):
+            if idle := [axis for axis in getattr(self, name) or () if axis not in several]:
+                found[name] = f"{idle[0]} has no effect: the mesh has {idle[0]} 1"
+        if self.reshard_after != "layer" and several.isdisjoint(self.shard_parameters):
+            found["reshard_after"] = "has no effect: no weight is sharded"
+        if self.reduce_at != "layer" and several.isdisjoint({*CUT_AXES, "ep"} - {*self.axes_of_every_microbatch}):
+            found["reduce_at"] = "has no effect: no gradient is reduced once a step"
+        if self.context != "ring" and self.mesh.cp == 1:
+            found["context"] = "has no effect: the mesh has cp 1"
+        return found
+
     def counted(self, sizes: Sizes) -> Sizes:
         """Return sizes with sequences divided into the slices that this plan distributes over cp."""
         return sizes if self.stripes is None else replace(sizes, slices_per_rank=self.stripes)
