@@ -297,7 +297,7 @@ def test_a_store_has_neither_title_nor_colours() -> None:
             "strategy is 3; give a name, a plan, or an async function of one rank",
         ),
         (lambda: shardlab.check("fsdp", ranks=0), "ranks: 0 is too few; give 1 or more"),
-        (lambda: shardlab.check("fsdp", ranks=cast(Any, "4")), "ranks: '4' is not a number; give 1 or more"),
+        (lambda: shardlab.check("fsdp", ranks=cast(Any, "4")), "ranks: '4' is not a whole number; give 1 or more"),
         (lambda: cast(Any, shardlab.simulate)("fsdp", rank=4), r"there is no argument 'rank'; did you mean ranks\?"),
         (lambda: shardlab.check(cast(Any, len)), "async"),
         (lambda: shardlab.check(ZERO_1, ranks=4), "the plan's mesh dp_shard 8 does not fit on 4 ranks"),
@@ -368,9 +368,9 @@ def test_a_store_has_neither_title_nor_colours() -> None:
             "ranks is the mesh pp 8, and the plan's mesh is dp_shard 8;",
         ),
         (lambda: shardlab.check("zero-1", ranks=Mesh(tp=2)), "ranks is the mesh tp 2, and the plan's mesh is dp_shard"),
-        (lambda: shardlab.check("fsdp", microbatches=cast(Any, None)), "microbatches: None is not a number"),
-        (lambda: shardlab.check("fsdp", layers=cast(Any, Mesh(pp=2))), r"layers: Mesh\(.* is not a number"),
-        (lambda: shardlab.check("fsdp", ranks=True), "ranks: True is not a number; give 1 or more"),
+        (lambda: shardlab.check("fsdp", microbatches=cast(Any, None)), "microbatches: None is not a whole number"),
+        (lambda: shardlab.check("fsdp", layers=cast(Any, Mesh(pp=2))), r"layers: Mesh\(.* is not a whole number"),
+        (lambda: shardlab.check("fsdp", ranks=True), "ranks: True is not a whole number; give 1 or more"),
         (lambda: Mesh(tp=True), "axis tp has True ranks; give a whole number"),
         *(
             (

@@ -539,7 +539,7 @@ def _inputs(
         if type(number) is int and number < 1:
             raise UserError(f"{name}: {number} is too few; give 1 or more")
         if type(number) is not int and not isinstance(number, others):
-            raise UserError(f"{name}: {number!r:.100} is not a number; give 1 or more")
+            raise UserError(f"{name}: {number!r:.100} is not a whole number; give 1 or more")
     count = ranks.world if isinstance(ranks, Mesh) else ranks
     if isinstance(strategy, str):
         entry, count = NO_FLAGS.entry(strategy, count)
