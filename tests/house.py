@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 400,
     "check": 2285,
-    "cli": 8375,
+    "cli": 8380,
     "common": 1050,
     "draw": 1740,
     "execute": 3740,

@@ -544,6 +544,8 @@ def test_counts_are_at_least_one_which_one_sentence_says(arguments: str, sentenc
     ("arguments", "words"),
     [
         ("simulate fsdp --rankz 4", "there is no option --rankz; did you mean --ranks?"),
+        ("simulate --strategy fsdp", "there is no option --strategy; give its value alone"),
+        ("doctor --foo", "there is no option --foo; --help lists them"),
         ("simulate fsdp ddp", "unexpected argument 'ddp'"),
         ("simulat fsdp", "there is no command 'simulat'; did you mean simulate?"),
         ("", "no command is given; there are strategies, simulate, view"),

@@ -217,6 +217,8 @@ def _unrecognized(word: str, command: object) -> UserError:
     if not word.startswith("-"):
         return UserError(f"unexpected argument {word!r}; options begin with --, and --help lists them")
     flags = sorted(f"--{name.replace('_', '-')}" for name in option_values(command))
+    if (name := word.partition("=")[0]) in flags:  # a positional argument
+        return UserError(f"there is no option {name}; give its value alone")
     return UserError(f"there is no option {word}; {meant_by(word, flags)}")
 
 

@@ -412,8 +412,8 @@ def meant_by(word: str, flags: Collection[str]) -> str:
     for meaning, peers in help_tables()["peers"].items():
         if option.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
             return f"did you mean {meaning}?" if meaning in flags else meaning
-    close = closest_name(option, flags)
-    return f"did you mean {close}?" if close else "--help lists them"
+    close = closest_name(option.removeprefix("--"), [flag.removeprefix("--") for flag in flags])
+    return f"did you mean --{close}?" if close else "--help lists them"
 
 
 def unknown_command(word: str, commands: Collection[str], program: str) -> UserError:
