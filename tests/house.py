@@ -18,7 +18,7 @@ CODE_LINES = {
     "": 400,
     "check": 2285,
     "cli": 8380,
-    "common": 1050,
+    "common": 1065,
     "draw": 1740,
     "execute": 3740,
     "frameworks": 3345,

@@ -19,6 +19,8 @@ def measure(what: str, *, steps: int = 1, color_by: str = "pass") -> str:
     """Return the arguments as text."""
     if what == "interrupt":
         raise KeyboardInterrupt
+    if what == "long":
+        Path("x" * 300).stat()
     if what == "option":
         raise UserError("--micro-batch-size 3 does not divide 8; give --micro-batch-size 2 or 4")
     print(what, file=sys.stderr)
@@ -33,6 +35,7 @@ def measure(what: str, *, steps: int = 1, color_by: str = "pass") -> str:
         (("a",), {"what": "b"}, "measure: multiple values for argument 'what'; it takes what, steps, color_by"),
         (("a",), {"color": "layer"}, "there is no argument 'color'; did you mean color_by?"),
         (("a",), {"xyzzy": 1}, "there is no argument 'xyzzy'; there are what, steps, color_by"),
+        (("long",), {}, f"'{'x' * 40}'... is too long for the name of a file; give the path of a file"),
         (("option",), {}, "micro_batch_size=3 does not divide 8; give micro_batch_size=2 or 4"),
     ],
 )

@@ -52,6 +52,7 @@ from shardlab.cli.train.command import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.cli.view.command import View
+from shardlab.common.errors import refuse_long_names
 from shardlab.common.user_code import trace_limits
 from shardlab.language import Refused, UserError
 from shardlab.starting import INTERRUPTED, ended, loaded
@@ -134,7 +135,8 @@ def _run(argv: Sequence[str] | None) -> int:
             command = command_of(list(sys.argv[1:] if argv is None else argv))
         except SystemExit:  # tyro has printed its help
             return 0
-        with trace_limits(getattr(command, "max_ops", None), getattr(command, "max_seconds_per_op", None)):
+        limits = trace_limits(getattr(command, "max_ops", None), getattr(command, "max_seconds_per_op", None))
+        with limits, refuse_long_names():
             status = command.run()
         sys.stdout.flush()
         return status

@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
-from shardlab.common.errors import AsSentence, UserError, unknown_name
+from shardlab.common.errors import AsSentence, UserError, refuse_long_names, unknown_name
 from shardlab.common.fields import plain
 from shardlab.common.user_code import in_notebook_cell
 
@@ -43,7 +43,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         try:
             require_arguments(name, signature, arguments, settings)
             named = {each: _plain(value) for each, value in settings.items()}
-            with contextlib.redirect_stderr(sys.stdout) if in_notebook_cell() else contextlib.nullcontext():
+            shown = contextlib.redirect_stderr(sys.stdout) if in_notebook_cell() else contextlib.nullcontext()
+            with shown, refuse_long_names():
                 return cast(Any, function)(*map(_plain, arguments), **named)
         except UserError as error:
             error.args = (options_as_arguments(str(error), name), *error.args[1:])

@@ -5,6 +5,7 @@ The error for an unknown name suggests the nearest known name.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -134,6 +135,18 @@ def naming(path: Path) -> Generator[None, None, None]:
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+
+
+@contextmanager
+def refuse_long_names() -> Generator[None, None, None]:
+    """Raise a `UserError` for a text that is too long for the name of a file, such as the data in place of its path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        given = str(error.filename)
+        raise UserError(f"{given[:40]!r}... is too long for the name of a file; give the path of a file") from None
 
 
 class TooDeep(ValueError):
