@@ -57,8 +57,8 @@ def may_share_batch(one: Op, other: Op, specs: Mapping[int, Spec]) -> bool:
     """
     if one[0] not in BUCKETED or (one[0], one.group, one.reduction) != (other[0], other.group, other.reduction):
         return False
-    given, more = specs[one.inputs[0]], specs[other.inputs[0]]
-    return given.kind in FLAT and given.kind is more.kind and given.form.dtype == more.form.dtype
+    spec, other_spec = specs[one.inputs[0]], specs[other.inputs[0]]
+    return spec.kind in FLAT and spec.kind is other_spec.kind and spec.form.dtype == other_spec.form.dtype
 
 
 def check_batches(
@@ -71,18 +71,18 @@ def check_batches(
     """
     batches: dict[tuple[int, int], tuple[int, ...]] = {}  # (rank, communication) -> communications of its batch
     for rank, tape in enumerate(program.tapes):
-        for together in batches_of(tape).values():
-            numbers = tuple([communication_of[rank][tape[at].handle] for at in together])
+        for batch in batches_of(tape).values():
+            numbers = tuple([communication_of[rank][tape[at].handle] for at in batch])
             batches |= {(rank, number): numbers for number in numbers}
     for (_, number), numbers in batches.items():
         for rank, _, at in communications[number].participants:
-            theirs = batches.get((rank, number), (number,))
-            if theirs != numbers:
-                here = f"as one of {len(theirs)}" if len(theirs) > 1 else "alone"
-                there = f"as one of {len(numbers)}" if len(numbers) > 1 else "alone"
-                given = f"is issued {here}, and {there} on another rank"
+            own_batch = batches.get((rank, number), (number,))
+            if own_batch != numbers:
+                this_text = f"as one of {len(own_batch)}" if len(own_batch) > 1 else "alone"
+                other_text = f"as one of {len(numbers)}" if len(numbers) > 1 else "alone"
+                fault = f"is issued {this_text}, and {other_text} on another rank"
                 about = program.tapes[rank][at].about
-                raise Refused("batch of collectives", about, given, "issue the same together on all ranks").at(rank, at)
+                raise Refused("batch of collectives", about, fault, "issue the same together on all ranks").at(rank, at)
 
 
 def check_arena(program: Program, specs: Sequence[Mapping[int, Spec]]) -> None:
@@ -117,33 +117,33 @@ class Buckets:
 
     def __init__(self, tape: Sequence[Op], in_place: InPlace) -> None:
         self.batches = batches_of(tape)
-        self.batched = {at for together in self.batches.values() for at in together}
+        self.batched = {at for batch in self.batches.values() for at in batch}
         self.first: dict[int, int] = {}
         self.buffers: dict[int, list[int]] = {}
         self.staging: dict[int, list[int]] = {}
         if not self.batches:
             return
-        made = {number: at for at, op in enumerate(tape) for number in op.outputs}
-        for together in self.batches.values():
-            ops = [tape[at] for at in together]
-            given, results = [op.inputs[0] for op in ops], [op.outputs[0] for op in ops]
+        producers = {number: at for at, op in enumerate(tape) for number in op.outputs}
+        for batch in self.batches.values():
+            ops = [tape[at] for at in batch]
+            inputs, results = [op.inputs[0] for op in ops], [op.outputs[0] for op in ops]
             if ops[0].kind is OpKind.ALL_GATHER:
-                self.staging[together[-1]] = [*given, *results]
+                self.staging[batch[-1]] = [*inputs, *results]
                 continue
             chains: list[list[int]] = []
-            if ops[0].kind is OpKind.ALL_REDUCE and in_place.first_input.issuperset(together):
-                chains = [_summed_gradients(tape, in_place, made, number) for number in given]
+            if ops[0].kind is OpKind.ALL_REDUCE and in_place.first_input.issuperset(batch):
+                chains = [_summed_gradients(tape, in_place, producers, number) for number in inputs]
             if chains and all(chains):
                 origins = [chain[-1] for chain in chains]
-                self._share([*origins, *results, *(number for chain in chains for number in chain)], origins, made)
+                self._share([*origins, *results, *(number for chain in chains for number in chain)], origins, producers)
                 continue
             if ops[0].kind is OpKind.REDUCE_SCATTER:
-                self.staging[together[-1]] = given
-            self._share(results, results, made)
+                self.staging[batch[-1]] = inputs
+            self._share(results, results, producers)
 
-    def _share(self, numbers: Sequence[int], fillers: Sequence[int], made: Mapping[int, int]) -> None:
+    def _share(self, numbers: Sequence[int], fillers: Sequence[int], producers: Mapping[int, int]) -> None:
         """Let values share one memory, which the `fillers` among them fill."""
-        first = min(fillers, key=made.__getitem__)
+        first = min(fillers, key=producers.__getitem__)
         self.buffers[first] = [*fillers]
         self.first |= dict.fromkeys(numbers, first)
 
@@ -176,7 +176,7 @@ def buffers_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> l
     """
     in_place = InPlace(tape)
     buckets = Buckets(tape, in_place)
-    kept, roots, ends = KeptWeights(tape, specs), view_roots(tape, specs), ending_ops(tape)
+    weights, roots, ends = KeptWeights(tape, specs), view_roots(tape, specs), ending_ops(tape)
     home: dict[int, int] = {}  # value -> the first value of its buffer
     members: dict[int, list[int]] = defaultdict(list)
     begins: dict[int, int] = {}
@@ -184,24 +184,26 @@ def buffers_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> l
     for at, op in enumerate(tape):
         for number in op.outputs:
             older = None if number in buckets.first else _memory_owner(at, op, number, in_place, roots)
-            here = buckets.first.get(number, number) if older is None else home[older]
-            home[number] = here
-            members[here].append(number)
+            first = buckets.first.get(number, number) if older is None else home[older]
+            home[number] = first
+            members[first].append(number)
             makes = op.kind in MAKERS and number == op.outputs[0] and _can_be_placed(op, specs[number], sizes)
             reduces = op.kind is OpKind.ALL_REDUCE and specs[number].kind is Kind.WEIGHT
-            if reduces or number in kept.final or (older is None and here not in begins and not makes):
-                stays.add(here)
-            begins.setdefault(here, at)
+            if reduces or number in weights.final or (older is None and first not in begins and not makes):
+                stays.add(first)
+            begins.setdefault(first, at)
         if op.kind is OpKind.UPDATE:
             stays.update(home[op.inputs[operand]] for operand in op.kind.row.ends)
-    written = [tape[at] for at in in_place.first_input if tape[at].outputs]
-    over = {op.inputs[0] for op in written if home[op.inputs[0]] == home[op.outputs[0]]}  # no op reads these later
-    over = over.union(*in_place.fused.values()) - buckets.first.keys()
-    last = {here: max(ends.get(number, len(tape)) for number in {*all} - over) for here, all in members.items()}
+    writers = [tape[at] for at in in_place.first_input if tape[at].outputs]
+    dead = {op.inputs[0] for op in writers if home[op.inputs[0]] == home[op.outputs[0]]}  # no op reads these later
+    dead = dead.union(*in_place.fused.values()) - buckets.first.keys()
+    last = {
+        first: max(ends.get(number, len(tape)) for number in {*numbers} - dead) for first, numbers in members.items()
+    }
     return [
-        Buffer(tuple(buckets.buffers.get(here, [here])), frozenset(members[here]), begin, last[here])
-        for here, begin in begins.items()
-        if here not in stays
+        Buffer(tuple(buckets.buffers.get(first, [first])), frozenset(members[first]), begin, last[first])
+        for first, begin in begins.items()
+        if first not in stays
     ]
 
 
@@ -247,8 +249,8 @@ def slice_counts(specs: Sequence[Mapping[int, Spec]]) -> dict[int, set[int]]:
     """Return, for each layer, all numbers of equal slices into which some value of its parameters is cut."""
     numbers: dict[int, set[int]] = defaultdict(set)
     forms: set[Form] = set()
-    for each in specs:
-        forms.update([spec[0] for spec in each.values()])
+    for rank_specs in specs:
+        forms.update([spec[0] for spec in rank_specs.values()])
     for form in forms:
         if form.kind not in ROW_KINDS and form.kind is not Kind.SCALAR:
             numbers[form.layer].add(form.holds.of)
@@ -294,40 +296,40 @@ def arenas_of(program: Program, specs: Sequence[Mapping[int, Spec]]) -> list[Are
 
 def _check_arena(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], program: Program, size: BufferBytes) -> None:
     offsets = {op.outputs[0] if op.outputs else -1: op.offset for op in tape if op.offset >= 0}
-    made = {number: at for at, op in enumerate(tape) for number in op.outputs[:1]}
+    producers = {number: at for at, op in enumerate(tape) for number in op.outputs[:1]}
     placed: list[tuple[Buffer, int, int]] = []
     for buffer in buffers_of(tape, specs, program.sizes):
         given_offsets = {number: offsets.pop(number, -1) for number in buffer.values}
         if set(given_offsets.values()) == {-1}:
             continue
-        begin, at = given_offsets[buffer.values[0]], made[buffer.values[0]]
+        begin, at = given_offsets[buffer.values[0]], producers[buffer.values[0]]
         if given_offsets != value_offsets(buffer, begin, size, specs) or begin % ALIGNMENT:
-            given = f"has offset {begin}, but buffers begin at multiples of {ALIGNMENT} bytes, with adjacent values"
-            raise Refused("wrong offset", tape[at].about, given, "leave offsets to the pass arena").at(rank, at)
+            fault = f"has offset {begin}, but buffers begin at multiples of {ALIGNMENT} bytes, with adjacent values"
+            raise Refused("wrong offset", tape[at].about, fault, "leave offsets to the pass arena").at(rank, at)
         end = begin + size.total(buffer, specs)
         for other, first, last in placed:
             if begin < last and first < end and buffer.overlaps(other):
-                given = (
+                fault = (
                     f"bytes {begin}-{end - 1} of the arena are to hold {specs[buffer.values[0]]}, but "
                     f"{specs[other.values[0]]} lies in {first}-{last - 1} until op {other.end}"
                 )
-                raise Refused("room taken", tape[buffer.begin].about, given, "give it another offset").at(
+                raise Refused("room taken", tape[buffer.begin].about, fault, "give it another offset").at(
                     rank, buffer.begin
                 )
         placed.append((buffer, begin, end))
     for number in offsets:
         at = next(at for at, op in enumerate(tape) if op.offset >= 0 and (*op.outputs, -1)[0] == number)
-        given = "has an offset in the arena, but the executor does not choose where its result lies"
-        raise Refused("wrong offset", tape[at].about, given, "leave it out").at(rank, at)
+        fault = "has an offset in the arena, but the executor does not choose where its result lies"
+        raise Refused("wrong offset", tape[at].about, fault, "leave it out").at(rank, at)
 
 
-def _summed_gradients(tape: Sequence[Op], in_place: InPlace, made: Mapping[int, int], number: int) -> list[int]:
+def _summed_gradients(tape: Sequence[Op], in_place: InPlace, producers: Mapping[int, int], number: int) -> list[int]:
     """Return a gradient and the older values in its memory, back to the gradient that a backward pass made.
 
     The list is empty if no backward pass made the first value of the memory.
     """
     chain = [number]
-    while tape[at := made[chain[-1]]].kind is OpKind.ADD:
+    while tape[at := producers[chain[-1]]].kind is OpKind.ADD:
         older, newer = in_place.fused.get(at, (-1, -1))
         if older >= 0:
             chain += [newer, older]

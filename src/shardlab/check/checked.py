@@ -118,8 +118,8 @@ class Dependences:
 
     Attributes:
         tape, rank: the arguments.
-        before: for each op, the indices of the ops that it must follow.
-        after: for each op, the indices of the ops that must follow it.
+        predecessors: for each op, the indices of the ops that it must follow.
+        successors: for each op, the indices of the ops that must follow it.
         readers: for each value, the indices of the ops that read it without ending it.
         waits: for each handle, the index of its WAIT.
     """
@@ -128,33 +128,33 @@ class Dependences:
         self.tape, self.rank = tape, rank
         self.waits = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
         self.readers: dict[int, list[int]] = defaultdict(list)
-        self.before: list[set[int]] = [set() for _ in tape]
+        self.predecessors: list[set[int]] = [set() for _ in tape]
         self._available: dict[int, int] = {}  # value -> index of the op that made or awaited it
         self._memory = view_roots(tape, specs)
         self._reads: dict[Hashable, list[int]] = defaultdict(list)  # memory -> indices of the ops that read it
         last_on: dict[Hashable, int] = {}
         for at, op in enumerate(tape):
-            before = self.before[at]
+            predecessors = self.predecessors[at]
             if op.kind is OpKind.WAIT:
                 continue
-            before.update(self._available[number] for number in op.inputs)
-            reads = (read for number in self._written(op, specs) for read in self._reads[number])
-            before.update(
+            predecessors.update(self._available[number] for number in op.inputs)
+            reads = (read for number in self._overwritten_keys(op, specs) for read in self._reads[number])
+            predecessors.update(
                 self.end_of(read) if self.end_of(read) < at else read for read in reads
             )  # an update waits for it
             self._note(at, op, specs)
             if op.kind in COMMUNICATION:
-                self.before[self.waits[op.handle]].add(at)
+                self.predecessors[self.waits[op.handle]].add(at)
             if op.kind in COMMUNICATION - COPIES:  # a copy involves no other rank
                 channel = channel_of(rank, op)
                 if channel in last_on:
-                    before.add(last_on[channel])
+                    predecessors.add(last_on[channel])
                 last_on[channel] = at
-        self.after: list[list[int]] = [[] for _ in tape]
-        for at, others in enumerate(self.before):
+        self.successors: list[list[int]] = [[] for _ in tape]
+        for at, others in enumerate(self.predecessors):
             others.discard(at)
             for other in others:
-                self.after[other].append(at)
+                self.successors[other].append(at)
 
     def end_of(self, at: int) -> int:
         """Return the index of the op that completes an op: its WAIT if it communicates, or itself."""
@@ -167,23 +167,23 @@ class Dependences:
             self._available[number] = self.end_of(at)
         if op.kind is OpKind.FREE:
             return
-        ended = {op.inputs[place] for place in op.kind.row.ends}
+        ended_values = {op.inputs[place] for place in op.kind.row.ends}
         for number in op.inputs:
-            if number not in ended:
+            if number not in ended_values:
                 self.readers[number].append(at)
             self._reads[number].append(at)
             self._reads[self._memory.get(number, number)].append(at)
             self._reads[specs[number].kind, specs[number].layer].append(at)
 
-    def _written(self, op: Op, specs: Mapping[int, Spec]) -> list[Hashable]:
+    def _overwritten_keys(self, op: Op, specs: Mapping[int, Spec]) -> list[Hashable]:
         """Return keys of the values and the memory that an op ends or overwrites.
 
         A new weight overwrites all older weights of its layer.
         """
-        ended = [op.inputs[place] for place in op.kind.row.ends]
-        roots = [self._memory[number] for number in ended if number in self._memory]
+        ended_values = [op.inputs[place] for place in op.kind.row.ends]
+        roots = [self._memory[number] for number in ended_values if number in self._memory]
         arriving = [(Kind.WEIGHT, specs[number].layer) for number in op.outputs if _is_new_weight(specs[number])]
-        return [*ended, *roots, *arriving]
+        return [*ended_values, *roots, *arriving]
 
 
 def _is_new_weight(spec: Spec) -> bool:

@@ -86,15 +86,15 @@ class CommunicationCheck:
         if spec is not None:
             state.make(source[3][0], spec)
 
-    def waiting(self, state: RankState) -> Wait:
+    def find_wait(self, state: RankState) -> Wait:
         """Return the communication that a blocked rank waits for, and its missing members."""
         op = state.ops[state.flying[state.waits_for]]
         if op[0] is OpKind.RECV:
             return Wait(str(op), [op.peer])
         assert op.group is not None
-        mine = Participant(state.index, state.waits_for, state.flying[state.waits_for])
+        part = Participant(state.index, state.waits_for, state.flying[state.waits_for])
         arrived = next(
-            each for each in self._matcher.incomplete() if state.index in each and each[state.index][0] == mine
+            parts for parts in self._matcher.incomplete() if state.index in parts and parts[state.index][0] == part
         )
         missing = [rank for rank in op.group.ranks if rank not in arrived]
         names = ", ".join(map(str, missing))
@@ -112,8 +112,8 @@ class CommunicationCheck:
                 state = self.states[member.rank]
                 to = state.ops[member.op].peer
                 if call is None:
-                    given = f"no receive on rank {to} takes this message, {spec}"
-                    state.refuse("not received", given, "receive it there, or leave it out", member.op)
+                    fault = f"no receive on rank {to} takes this message, {spec}"
+                    state.refuse("not received", fault, "receive it there, or leave it out", member.op)
 
     def _issue(self, state: RankState, op: Op) -> Participant:
         handle, at, batch = op[4], state.at, op.batch
@@ -121,11 +121,11 @@ class CommunicationCheck:
             state.refuse("number in use", f"issues handle {handle}, which must be a new one", "number handles from 0")
         if batch >= 0:
             if state.batches.get(batch, at - 1) != at - 1:
-                given = f"is of batch {batch}, but other ops stand between it and the rest of its batch"
-                state.refuse("batch of messages", given, "put them before or after the batch")
+                fault = f"is of batch {batch}, but other ops stand between it and the rest of its batch"
+                state.refuse("batch of messages", fault, "put them before or after the batch")
             if (op[0] in COLLECTIVES or batch in state.batches) and not _together(state, op):
-                given = "is issued together with ops of another kind, group or dtype"
-                state.refuse("batch of collectives", given, "give it a batch of its own")
+                fault = "is issued together with ops of another kind, group or dtype"
+                state.refuse("batch of collectives", fault, "give it a batch of its own")
             state.batches[batch] = at
             self.batches |= op[0] in COLLECTIVES
         state.flying[handle] = at
@@ -138,7 +138,7 @@ class CommunicationCheck:
         if group is None or group not in state.groups:
             group = _join(state, op)
         call = _call(op)
-        spec = _given(state, op, call, group)
+        spec = _input_spec(state, op, call, group)
         member = self._issue(state, op)
         queue = self._matcher[group]
         arrived = queue.join(state.index)
@@ -180,8 +180,8 @@ class CommunicationCheck:
         if expect is None:
             state.refuse("malformed tape", "the op does not name its message", "give the expected value")
         if expect.microbatches < 0:
-            given = f"no set of microbatches is the number {expect.microbatches}"
-            raise Refused("malformed tape", f"recv from rank {peer}", given, "expect a bit set")
+            fault = f"no set of microbatches is the number {expect.microbatches}"
+            raise Refused("malformed tape", f"recv from rank {peer}", fault, "expect a bit set")
         state.want_layer(op, expect.layer)
         member = self._issue(state, op)
         _check_peer(state, op)
@@ -193,11 +193,11 @@ class CommunicationCheck:
     def _reload(self, state: RankState, op: Op) -> None:
         self._copy(state, op, refusals.reload(state.live[op[2][0]]))
 
-    def _copy(self, state: RankState, op: Op, made: Spec) -> None:
+    def _copy(self, state: RankState, op: Op, spec: Spec) -> None:
         """Replay a copy, which involves no other rank."""
-        state.want_layer(op, made[0].layer)
+        state.want_layer(op, spec[0].layer)
         member = self._issue(state, op)
-        self._meet(Communication(COPY, None, [member]), [made])
+        self._meet(Communication(COPY, None, [member]), [spec])
 
     def _deliver(self, source: int, to: int, part: Contribution) -> None:
         """Record one end of a message, and deliver the message if the other end is there."""
@@ -207,8 +207,8 @@ class CommunicationCheck:
         if len(arrived) < 2:
             return
         (sender, spec, _), (receiver, _, _) = queue.pop_complete()
-        sent, received = self.states[source].ops[sender.op], self.states[to].ops[receiver.op]
-        expect = received.expect
+        send_op, recv_op = self.states[source].ops[sender.op], self.states[to].ops[receiver.op]
+        expect = recv_op.expect
         assert spec is not None
         assert expect is not None, "a recv is looked at when it is issued"
         if expect != ExpectedValue.of(spec):
@@ -217,7 +217,7 @@ class CommunicationCheck:
             except Refused as refusal:
                 raise refusal.at(to, receiver.op) from None
         communication = Communication(MESSAGE, None, [sender, receiver])
-        if (sent.batch < 0) != (received.batch < 0):
+        if (send_op.batch < 0) != (recv_op.batch < 0):
             self.half_batched = self.half_batched or communication
         self._meet(communication, [None, spec])
 
@@ -256,7 +256,7 @@ class RankState:
         reading: for each value, the number of communications in flight that read it. A value that none reads is absent.
         flying: for each handle of a communication in flight, the index of the op that issued it.
         arrived: for each handle of a complete communication, the spec that it delivers (None: it delivers nothing).
-        loaded: for each (kind, layer, slices), the index of the op that loaded them.
+        loads: for each (kind, layer, slices), the index of the op that loaded them.
         clips: whether the updates so far clip, that is, take the gradient's norm (None: there was no update).
         groups: the groups on which this rank has issued a collective.
         batches: for each batch, the index of its latest op.
@@ -280,7 +280,7 @@ class RankState:
         self.reading: dict[int, int] = {}
         self.flying: dict[int, int] = {}
         self.arrived: dict[int, Spec | None] = {}
-        self.loaded: dict[tuple[Kind, int, Holds], int] = {}
+        self.loads: dict[tuple[Kind, int, Holds], int] = {}
         self.clips: bool | None = None
         self.groups: set[Group] = set()
         self.batches: dict[int, int] = {}
@@ -302,13 +302,13 @@ class RankState:
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
         """Add the outputs of the current op as live values, and refuse a wrong number of them."""
         if len(numbers) != len(specs):
-            given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what the layer keeps"
-            self.refuse("malformed tape", given, "number all its outputs")
-        known, live = self.specs, self.live
+            fault = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what the layer keeps"
+            self.refuse("malformed tape", fault, "number all its outputs")
+        all_specs, live = self.specs, self.live
         for number, spec in zip(numbers, specs, strict=True):
-            if number in known or number < 0:  # as in `make`, without a call for each
+            if number in all_specs or number < 0:  # as in `make`, without a call for each
                 self._refuse_number(number)
-            known[number] = live[number] = spec
+            all_specs[number] = live[number] = spec
 
     def layer(self, op: Op) -> LayerRules:
         """Return the rules of the layer that an op computes."""
@@ -322,11 +322,11 @@ class RankState:
         if op[1] != layer:
             self.refuse("wrong layer", f"the op says layer {op[1]}, but it acts on layer {layer}", "name that layer")
 
-    def refuse(self, rule: Rule, given: str, remedy: str, op: int | None = None) -> NoReturn:
+    def refuse(self, rule: Rule, fault: str, remedy: str, op: int | None = None) -> NoReturn:
         """Refuse the current op, another op, or the end of the tape."""
         at = self.at if op is None else op
         about = self.ops[at].about if at < len(self.ops) else ""
-        raise Refused(rule, about, given, remedy).at(self.index, at)
+        raise Refused(rule, about, fault, remedy).at(self.index, at)
 
     def refuse_input(self, number: int) -> NoReturn:
         """Refuse an input that is not live, and say why it is not."""
@@ -338,8 +338,8 @@ class RankState:
         if self.specs[number].kind in AUTOGRAD_KINDS:
             remedy = "leave it to the backward of its activation"
             self.refuse("the layer's own", f"a layer keeps value {number} for itself", remedy)
-        given = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
-        self.refuse("freed", given, "free it after its last use")
+        fault = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
+        self.refuse("freed", fault, "free it after its last use")
 
     def _refuse_number(self, number: int) -> NoReturn:
         self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
@@ -360,14 +360,14 @@ def _call(op: Op) -> Call:
     return call_of(op[0], op.root, op.reduction)
 
 
-def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
+def _input_spec(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
     """Return the spec of this rank's input (None: it gives none). Refuse an op with more or fewer inputs or outputs."""
     collective_calls.require_valid_call(call, group.ranks)
     reads, makes = collective_calls.value_counts(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):
-        given = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
+        fault = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
         remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
-        state.refuse("malformed tape", given, remedy)
+        state.refuse("malformed tape", fault, remedy)
     if reads:
         spec = state.live[op[2][0]]
         state.want_layer(op, spec[0].layer)
@@ -394,8 +394,8 @@ def _join(state: RankState, op: Op) -> Group:
         remedy = f"give rank {state.index} itself and others of 0-{ranks - 1}, each once"
         state.refuse("unknown group", f"the group has the ranks {group.ranks}", remedy)
     if group is not group_of(group.axis, group.ranks):
-        given = f"the group {group} was not made by group_of, so its members would not find each other"
-        state.refuse("unknown group", given, "make it by group_of")
+        fault = f"the group {group} was not made by group_of, so its members would not find each other"
+        state.refuse("unknown group", fault, "make it by group_of")
     state.groups.add(group)
     return group
 

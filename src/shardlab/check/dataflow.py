@@ -49,8 +49,8 @@ class Dataflow:
     def __init__(self, program: Program, *, trains: bool = True) -> None:
         ranks = program.mesh.world
         if ranks != program.ranks:
-            given = f"the mesh has {counted(ranks, 'rank')}, but the program has {counted(program.ranks, 'tape')}"
-            raise Refused("malformed tape", "", given, "give one for each rank")
+            fault = f"the mesh has {counted(ranks, 'rank')}, but the program has {counted(program.ranks, 'tape')}"
+            raise Refused("malformed tape", "", fault, "give one for each rank")
         self.trained = trained = trained_layers(program) if trains else 0
         self._trains = trains
         self.states = [RankState(index, program, trained) for index in range(ranks)]
@@ -73,7 +73,7 @@ class Dataflow:
                 self._replay(state)
             except Refused as refusal:
                 raise refusal.at(state.index, state.at) from None
-        blocked = {state.index: self.communication.waiting(state) for state in self.states if state.waits_for >= 0}
+        blocked = {state.index: self.communication.find_wait(state) for state in self.states if state.waits_for >= 0}
         if blocked:
             raise deadlock_error(blocked)
         self.communication.finish()
@@ -107,8 +107,8 @@ class Dataflow:
                 number = numbers[0]
                 if number in reading or number not in live:
                     state.at = at
-                    given = f"{live[number]} is still read by a communication in flight"
-                    state.refuse("in flight", given, "wait for it first")
+                    fault = f"{live[number]} is still read by a communication in flight"
+                    state.refuse("in flight", fault, "wait for it first")
                 del live[number]
                 if number in saved_of:
                     del saved_of[number]
@@ -161,38 +161,38 @@ def check_rank_ending(state: RankState) -> None:
     """
     for issued in state.flying.values():
         state.refuse("in flight", "is still in flight when the step ends", "wait for it", issued)
-    left = set(state.live.values())
+    live_specs = set(state.live.values())
     finals: set[Spec] = set()
-    for (kind, layer, holds), loaded in state.loaded.items():
+    for (kind, layer, holds), load_op in state.loads.items():
         trained = state.trained >> layer & 1
-        final = Spec(form_of(kind, layer, trained, state.rules.space, holds, place=state.ops[loaded].place))
+        final = Spec(form_of(kind, layer, trained, state.rules.space, holds, place=state.ops[load_op].place))
         finals.add(final)
-        if final not in left and not trained:
-            given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
-            state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
-        if final not in left:
+        if final not in live_specs and not trained:
+            fault = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
+            state.refuse("frozen and not kept", fault, "keep the weight that is loaded in a store", load_op)
+        if final not in live_specs:
             lacking = f"the step ends without the updated {_without_step(final)}"
             if final in state.specs.values():
-                made = max(number for number, spec in state.specs.items() if spec == final)
-                here = next(at for at, op in enumerate(state.ops) if made in op.outputs)
-                state.refuse("not kept", f"{lacking}, which is made here and not kept", "keep it in its store", here)
+                value = max(number for number, spec in state.specs.items() if spec == final)
+                maker = next(at for at, op in enumerate(state.ops) if value in op.outputs)
+                state.refuse("not kept", f"{lacking}, which is made here and not kept", "keep it in its store", maker)
             of_layer = (spec for spec in state.specs.values() if (spec.kind, spec.layer) == (kind, layer))
             updated = [spec for spec in dict.fromkeys(of_layer) if spec.step == final.step]
             if parts := [_without_step(spec) for spec in updated if holds.contains(spec.holds)]:
-                given = f"{lacking}, of which only {' and '.join(parts)} {'was' if len(parts) == 1 else 'were'} made"
+                fault = f"{lacking}, of which only {' and '.join(parts)} {'was' if len(parts) == 1 else 'were'} made"
                 remedy = "gather or concatenate all its slices, or load only what is updated"
-                state.refuse("not kept", given, remedy, loaded)
-            given = f"{state.specs[state.ops[loaded].outputs[0]]} is loaded here and never updated"
-            state.refuse("never updated", given, "update every slice that is loaded, once", loaded)
+                state.refuse("not kept", fault, remedy, load_op)
+            fault = f"{state.specs[state.ops[load_op].outputs[0]]} is loaded here and never updated"
+            state.refuse("never updated", fault, "update every slice that is loaded, once", load_op)
     end = len(state.ops)
     for number, spec in state.live.items():
         if spec not in finals:
-            given = f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded"
-            state.refuse("left over", given, "free it", end)
-        if spec not in left:
-            given = f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once"
-            state.refuse("left over", given, "free one of them", end)
-        left.remove(spec)
+            fault = f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded"
+            state.refuse("left over", fault, "free it", end)
+        if spec not in live_specs:
+            fault = f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once"
+            state.refuse("left over", fault, "free one of them", end)
+        live_specs.remove(spec)
 
 
 def _without_step(spec: Spec) -> str:
@@ -210,24 +210,24 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     if len(clips) > 1:
         plain = clips[False]
         at = next(at for at, op in enumerate(plain.ops) if op.kind in (OpKind.UPDATE, OpKind.DIRECTION))
-        given = (
+        fault = (
             f"is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift apart "
             "and layers learn at different rates"
         )
-        plain.refuse("norm on some ranks", given, "give the norm to all updates", at)
-    held = [Holds(0, 1)] * layers
+        plain.refuse("norm on some ranks", fault, "give the norm to all updates", at)
+    coverage = [Holds(0, 1)] * layers
     for state in states:
-        for kind, layer, holds in state.loaded:
+        for kind, layer, holds in state.loads:
             if kind is Kind.WEIGHT:
-                held[layer] |= holds
+                coverage[layer] |= holds
     weight_of = states[0].program.sizes.weight_of
-    for layer, (mask, of) in enumerate(held):
-        if weight_of(layer) == layer and not held[layer].complete:
+    for layer, (mask, of) in enumerate(coverage):
+        if weight_of(layer) == layer and not coverage[layer].complete:
             missing = ~mask & (1 << of) - 1
             lacking = f"{numbered('slice', missing)} of {of}" if of > 1 else "this weight"
-            given = f"no rank loads {lacking}, so no rank updates it"
+            fault = f"no rank loads {lacking}, so no rank updates it"
             remedy = "load and update every slice of every layer on at least one rank"
-            raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=bits(missing))
+            raise Refused("not loaded", About(f"weights[{layer}]", layer), fault, remedy, missing=bits(missing))
 
 
 def check_losses(states: Sequence[RankState]) -> None:
@@ -238,7 +238,7 @@ def check_losses(states: Sequence[RankState]) -> None:
     """
     computed = 0
     for state in states:
-        for (kind, _, _), at in state.loaded.items():
+        for (kind, _, _), at in state.loads.items():
             if kind is Kind.OPT_STATE:
                 state.refuse("not kept", "is loaded, but nothing is trained here", "leave it out", at)
         for op in state.ops:
@@ -246,8 +246,8 @@ def check_losses(states: Sequence[RankState]) -> None:
                 computed |= state.specs[op.inputs[0]].cells
     space = states[0].rules.space
     if missing := ~computed & (1 << space.cells) - 1:
-        given = f"no rank computes the loss of {microbatches_text(microbatches_of(missing, space))}"
-        raise Refused("missing microbatches", "", given, "compute every microbatch's loss", missing=bits(missing))
+        fault = f"no rank computes the loss of {microbatches_text(microbatches_of(missing, space))}"
+        raise Refused("missing microbatches", "", fault, "compute every microbatch's loss", missing=bits(missing))
 
 
 REVISITED = in_place.REVISITED | runnable.REVISITED
@@ -275,26 +275,26 @@ NOTHING_SAVED: dict[Form, int] = {}
 def forward(state: RankState, op: Op) -> None:
     live, inputs, outputs = state.live, op[2], op[3]
     activation, weight = inputs[0], inputs[1]
-    given = [live[activation]]
+    specs = [live[activation]]
     if len(inputs) > 2:
-        given += [live[number] for number in inputs[2:]]
-    made, saved = state.layer(op).forward(given, live[weight], "forward", op[7])
-    count = len(made)
-    state.make_all(outputs[:count], made)
+        specs += [live[number] for number in inputs[2:]]
+    output_specs, saved_spec = state.layer(op).forward(specs, live[weight], "forward", op[7])
+    count = len(output_specs)
+    state.make_all(outputs[:count], output_specs)
     if len(outputs) == count + 1:
-        _save(state, outputs[count], activation, saved)
+        _save(state, outputs[count], activation, saved_spec)
     elif len(outputs) > count:
-        given = f"has {counted(len(outputs), 'output')}, but this layer makes {counted(count, 'value')}"
-        state.refuse("malformed tape", given, "number these outputs, and the saved value")
+        fault = f"has {counted(len(outputs), 'output')}, but this layer makes {counted(count, 'value')}"
+        state.refuse("malformed tape", fault, "number these outputs, and the saved value")
 
 
 def recompute(state: RankState, op: Op) -> None:
-    (activation, weight), (saved,) = op[2], op[3]
+    (activation, weight), (saved_number,) = op[2], op[3]
     rules, spec = state.layer(op), state.live[activation]
     if not rules.layer.recomputed:
-        given = f"this {rules.layer.name} layer takes or makes several values, and is not recomputed"
-        state.refuse("no forward", given, "save what its forward makes")
-    _save(state, saved, activation, rules.forward([spec], state.live[weight], "recompute")[1])
+        fault = f"this {rules.layer.name} layer takes or makes several values, and is not recomputed"
+        state.refuse("no forward", fault, "save what its forward makes")
+    _save(state, saved_number, activation, rules.forward([spec], state.live[weight], "recompute")[1])
 
 
 def backward(state: RankState, op: Op) -> None:
@@ -304,47 +304,47 @@ def backward(state: RankState, op: Op) -> None:
 def backward_input(state: RankState, op: Op) -> None:
     *outputs, half = op[3]
     activation = op[2][0]
-    made, follows = _backward(state, op)
-    state.make_all(outputs, made[1:])
-    state.note(half, Spec(follows.half_form, state.live[activation].cells))
-    state.half_of.setdefault(activation, {})[follows.half_form] = half
+    specs, result = _backward(state, op)
+    state.make_all(outputs, specs[1:])
+    state.note(half, Spec(result.half_form, state.live[activation].cells))
+    state.half_of.setdefault(activation, {})[result.half_form] = half
 
 
 def backward_weight(state: RankState, op: Op) -> None:
     (activation, gradient, half), (grad_weight,) = op[2], op[3]
-    spec, given = state.live[activation], state.live[gradient]
+    spec, grad_spec = state.live[activation], state.live[gradient]
     if half not in state.specs or state.half_of.get(activation, NOTHING_SAVED).pop(state.specs[half][0], None) != half:
-        given = f"value {half} is not the value that the first half of this activation's backward left for it"
-        state.refuse("no forward", given, "read the value that it left, once")
-    state.make(grad_weight, state.layer(op).backward_weight(spec, [given], state.specs[half]))
+        fault = f"value {half} is not the value that the first half of this activation's backward left for it"
+        state.refuse("no forward", fault, "read the value that it left, once")
+    state.make(grad_weight, state.layer(op).backward_weight(spec, [grad_spec], state.specs[half]))
 
 
 def add(state: RankState, op: Op) -> None:
     (a, b), (total,) = op[2], op[3]
-    made = arithmetic.add_two(state.live[a], state.live[b])
-    state.want_layer(op, made[0].layer)
-    state.make(total, made)
+    spec = arithmetic.add_two(state.live[a], state.live[b])
+    state.want_layer(op, spec[0].layer)
+    state.make(total, spec)
 
 
 def direction(state: RankState, op: Op) -> None:
-    read = [state.live[number] for number in op[2]]
-    made = state.rules.direction(op[1], read, state.trained)
-    _require_same_clipping(state, op, *read[2:])
-    state.make(op[3][0], made)
+    inputs = [state.live[number] for number in op[2]]
+    spec = state.rules.direction(op[1], inputs, state.trained)
+    _require_same_clipping(state, op, *inputs[2:])
+    state.make(op[3][0], spec)
 
 
 def update(state: RankState, op: Op) -> None:
     new_weight, new_state = op[3]
     live = state.live
-    read = [live[number] for number in op[2]]
-    made = state.rules.update(op[1], read, state.trained)
-    _require_same_clipping(state, op, steps.norm_and_direction(read[3:])[0])
+    inputs = [live[number] for number in op[2]]
+    new_specs = state.rules.update(op[1], inputs, state.trained)
+    _require_same_clipping(state, op, steps.norm_and_direction(inputs[3:])[0])
     for number in (op[2][place] for place in OpKind.UPDATE.row.ends):
         if state.reading.get(number):
             state.refuse("in flight", f"{live[number]} is still read by a communication in flight", "wait for it first")
         del live[number]
-    state.make(new_weight, made[0])
-    state.make(new_state, made[1])
+    state.make(new_weight, new_specs[0])
+    state.make(new_state, new_specs[1])
 
 
 def _of_logits(rule: Callable[..., Spec], state: RankState, op: Op) -> None:
@@ -397,8 +397,8 @@ def load_batch(state: RankState, op: Op) -> None:
     space = state.rules.space
     microbatches, cells = space.microbatches, space.cells
     if holds is None or holds.of not in (microbatches, cells) or not 0 < holds.mask < 1 << holds.of:
-        given = f"{_holds_text(holds)} is not a set of the step's {microbatches} microbatches"
-        state.refuse("unknown microbatch", given, "name some of them")
+        fault = f"{_holds_text(holds)} is not a set of the step's {microbatches} microbatches"
+        state.refuse("unknown microbatch", fault, "name some of them")
     state.want_layer(op, 0)
     state.make(activation, Spec(form_of(Kind.ACTIVATION, 0, 0, space), holds.refined(cells).mask))
 
@@ -406,8 +406,8 @@ def load_batch(state: RankState, op: Op) -> None:
 def scale(state: RankState, op: Op) -> None:
     spec, steps = state.live[op[2][0]], state.rules.space.microbatches
     if op.factor is None or not all(0 < mask < 1 << steps for mask, _ in op.factor.tokens):
-        given = f"{op.factor} is not a rational times counts of tokens of the step's microbatches"
-        state.refuse("wrong factor", given, "give such a factor")
+        fault = f"{op.factor} is not a rational times counts of tokens of the step's microbatches"
+        state.refuse("wrong factor", fault, "give such a factor")
     state.want_layer(op, spec.layer)
     state.make(op[3][0], arithmetic.scale(spec, op.factor))
 
@@ -425,12 +425,12 @@ def zero_gradient(state: RankState, op: Op) -> None:
 
 def _load(kind: Kind, state: RankState, op: Op) -> None:
     holds, layer, (number,) = _slice_of_weights(state, op), op[1], op[3]
-    if (kind, layer, holds) in state.loaded:
-        given = f"the same slice was loaded by op {state.loaded[kind, layer, holds]} already"
-        state.refuse("loaded twice", given, "load each slice once")
+    if (kind, layer, holds) in state.loads:
+        fault = f"the same slice was loaded by op {state.loads[kind, layer, holds]} already"
+        state.refuse("loaded twice", fault, "load each slice once")
     if op.place:
         require_place(op.about, op.place)
-    state.loaded[kind, layer, holds] = state.at
+    state.loads[kind, layer, holds] = state.at
     state.make(number, Spec(form_of(kind, layer, 0, state.rules.space, holds, place=op.place)))
 
 
@@ -468,8 +468,8 @@ def _takes_any_number(op: Op) -> bool:
 def _refuse_shape(state: RankState, op: Op) -> NoReturn:
     """Refuse an op with a number of inputs or outputs that its kind never has, or with a wrong handle."""
     if op.handle >= 0 and op.kind not in COMMUNICATION:
-        given = f"has handle {op.handle}, but only a collective or a message has one"
-        state.refuse("malformed tape", given, "leave it out")
+        fault = f"has handle {op.handle}, but only a collective or a message has one"
+        state.refuse("malformed tape", fault, "leave it out")
     has = f"has {counted(len(op.inputs), 'input')} and {counted(len(op.outputs), 'output')}"
     state.refuse("malformed tape", f"{has}, numbers that this op never has", "give the values that it reads and makes")
 
@@ -487,19 +487,19 @@ def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
 def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
     """Return the specs that both halves of a backward pass make, and the forms of all results of the pass."""
     live, inputs = state.live, op[2]
-    activation, gradient, weight, saved = inputs[0], inputs[1], inputs[2], inputs[3]
+    activation, gradient, weight, saved_number = inputs[0], inputs[1], inputs[2], inputs[3]
     gradients = [live[gradient]]
     if len(inputs) > 4:
         gradients += [live[number] for number in inputs[4:]]
-    made, follows = state.layer(op).backward(live[activation], gradients, live[weight])
-    known = state.saved_of.get(activation, NOTHING_SAVED)
-    if known.pop(follows.saved_form, None) != saved:
-        if saved in known.values():
-            given = "the forward pass was by other slices of the layer than the weight and the gradient"
-            state.refuse("other forward", given, "give the slices of the forward pass")
-        given = f"value {saved} is not the value that the layer saved in this activation's forward"
-        state.refuse("no forward", given, "read the value that it saved, once")
-    return made, follows
+    specs, result = state.layer(op).backward(live[activation], gradients, live[weight])
+    saved_values = state.saved_of.get(activation, NOTHING_SAVED)
+    if saved_values.pop(result.saved_form, None) != saved_number:
+        if saved_number in saved_values.values():
+            fault = "the forward pass was by other slices of the layer than the weight and the gradient"
+            state.refuse("other forward", fault, "give the slices of the forward pass")
+        fault = f"value {saved_number} is not the value that the layer saved in this activation's forward"
+        state.refuse("no forward", fault, "read the value that it saved, once")
+    return specs, result
 
 
 def _require_same_clipping(state: RankState, op: Op, norm: Spec | None = None) -> None:
@@ -507,15 +507,15 @@ def _require_same_clipping(state: RankState, op: Op, norm: Spec | None = None) -
     if norm is not None:
         steps.require_no_frozen(op.about, norm, Holds(state.trained, state.program.layers))
     if state.clips is not None and state.clips != (norm is not None):
-        given = "some updates of this rank are given the gradient's norm and some are not"
-        state.refuse("norm for some", given, "give it to all")
+        fault = "some updates of this rank are given the gradient's norm and some are not"
+        state.refuse("norm for some", fault, "give it to all")
     state.clips = norm is not None
 
 
 def _computed(rule: Callable[..., Spec | Sequence[Spec]], state: RankState, op: Op) -> None:
     """Replay an op whose rule takes the op's layer and all its inputs."""
-    made = rule(op[1], *[state.live[number] for number in op[2]])
-    state.make_all(op[3], (made,) if isinstance(made, Spec) else made)
+    result = rule(op[1], *[state.live[number] for number in op[2]])
+    state.make_all(op[3], (result,) if isinstance(result, Spec) else result)
 
 
 def _slice_of_weights(state: RankState, op: Op) -> Holds:

@@ -75,7 +75,7 @@ def queues_empty(program: Program, communications: list[Communication]) -> bool:
     queues = list(map(iter, _queues(program, communications)))
     at_head = [1] * len(queues)  # open communications at the head; the first count is a placeholder
     absent = [len(communication.participants) for communication in communications]
-    done, shortened = 0, list(range(len(queues)))  # ranks whose head has lost a communication
+    finished_count, shortened = 0, list(range(len(queues)))  # ranks whose head has lost a communication
     while shortened:
         rank = shortened.pop()
         at_head[rank] -= 1
@@ -86,9 +86,9 @@ def queues_empty(program: Program, communications: list[Communication]) -> bool:
         for communication in batch:
             absent[communication] -= 1
             if not absent[communication]:
-                done += 1
+                finished_count += 1
                 shortened += [member[0] for member in communications[communication].participants]
-    return done == sum(communication.stream is not COPY for communication in communications)
+    return finished_count == sum(communication.stream is not COPY for communication in communications)
 
 
 class QueueEntry:
@@ -126,11 +126,11 @@ class Replay:
         self.numbers = numbers
         self.queued = model is not ChannelModel.RENDEZVOUS
         self.per_pair = model is ChannelModel.QUEUED_PER_PAIR
-        self.size = [len(each.participants) for each in communications]
+        self.size = [len(communication.participants) for communication in communications]
         self.arrived = [0] * len(communications)
-        self.done = bytearray(len(communications))
+        self.complete = bytearray(len(communications))
         self.runnable = deque(range(len(program.tapes)))
-        self.waiting: dict[int, int] = {}  # rank -> communication that it waits for, or to issue
+        self.blocked_on: dict[int, int] = {}  # rank -> communication that it waits for, or to issue
         self.waiters: dict[int, list[int]] = defaultdict(list)
         self.queue_of: list[Hashable] = [communicator_of(program, m) if self.per_pair else None for m in communications]
         self.queues: list[dict[Hashable, deque[QueueEntry]]] = [defaultdict(deque) for _ in program.tapes]
@@ -151,8 +151,8 @@ class Replay:
                 number = numbers[op[4]]
                 if op[0] is WAIT:
                     if op[4] in self.batch_of[rank]:
-                        number = next((m for m in self.batch_of[rank][op[4]] if not self.done[m]), number)
-                    if self.done[number]:
+                        number = next((m for m in self.batch_of[rank][op[4]] if not self.complete[m]), number)
+                    if self.complete[number]:
                         continue
                     self.stopped[rank] = op[4]
                     self.waiters[number].append(rank)
@@ -160,11 +160,11 @@ class Replay:
                     self._issue(rank, number, op.batch)
                     continue
                 at[rank] = index
-                self.waiting[rank] = number
+                self.blocked_on[rank] = number
                 break
-        if not self.waiting:
+        if not self.blocked_on:
             return None
-        return deadlock_sentence({rank: self._wait(rank, number) for rank, number in self.waiting.items()})
+        return deadlock_sentence({rank: self._wait(rank, number) for rank, number in self.blocked_on.items()})
 
     def _synchronizing_ops(self, rank: int) -> Iterator[Op]:
         """Yield the ops of a rank that involve other ranks, with their waits."""
@@ -177,14 +177,14 @@ class Replay:
         """Return for each rank a map from the handle of a batched message to the communications of its batch, since
         NCCL awaits a batch as one.
         """
-        found: list[dict[int, list[int]]] = []
+        batches: list[dict[int, list[int]]] = []
         for tape, numbers in zip(self.program.tapes, self.numbers, strict=True):
             handles: dict[int, list[int]] = defaultdict(list)
             for op in tape:
                 if op.batch >= 0:
                     handles[op.batch].append(op.handle)
-            found.append({h: [numbers[other] for other in batch] for batch in handles.values() for h in batch})
-        return found
+            batches.append({h: [numbers[other] for other in batch] for batch in handles.values() for h in batch})
+        return batches
 
     def _joins(self, rank: int, number: int) -> bool:
         """Return whether a communication's communicator exists, or is created now.
@@ -199,7 +199,7 @@ class Replay:
             others.append(rank)
             return False
         for other in others:
-            del self.waiting[other]
+            del self.blocked_on[other]
         self.runnable.extend(others)
         del self.joining[key]
         self.created.add(key)
@@ -221,7 +221,7 @@ class Replay:
         """Complete all communications that are ready. A completion may bring others to the head of their queues."""
         while candidates:
             number = candidates.pop()
-            if self.arrived[number] < self.size[number] or self.done[number]:
+            if self.arrived[number] < self.size[number] or self.complete[number]:
                 continue
             if self.queued:
                 key = self.queue_of[number]
@@ -234,9 +234,9 @@ class Replay:
                         queue.popleft()
                         if queue:
                             candidates.extend(queue[0].open)
-            self.done[number] = 1
+            self.complete[number] = 1
             for rank in self.waiters.pop(number, ()):
-                del self.waiting[rank]
+                del self.blocked_on[rank]
                 self.runnable.append(rank)
 
     def _wait(self, rank: int, number: int) -> Wait:
@@ -246,20 +246,20 @@ class Replay:
         if rank in joined:
             absent = [m.rank for m in self.communications[number].participants if m.rank not in joined]
             return Wait(f"{text}, the first use of its communicator, which waits for rank {absent[0]}", absent)
-        behind = [number]
+        chain = [number]
         while True:
-            members = self.communications[behind[-1]].participants
+            members = self.communications[chain[-1]].participants
             absent = [m.rank for m in members if not self._has_issued(m.rank, m.op)]
             if absent:
-                if len(behind) > 1:
-                    text += f", which waits for rank {absent[0]}'s {self._op(absent[0], behind[-1])}"
+                if len(chain) > 1:
+                    text += f", which waits for rank {absent[0]}'s {self._op(absent[0], chain[-1])}"
                 return Wait(text, absent)
-            heads = [(m.rank, self.queues[m.rank][self.queue_of[behind[-1]]][0].open) for m in members]
-            queued, before = next((at, min(head)) for at, head in heads if behind[-1] not in head)
-            text += f", which is queued behind rank {queued}'s {self._op(queued, before)}"
-            if before in behind:
+            heads = [(m.rank, self.queues[m.rank][self.queue_of[chain[-1]]][0].open) for m in members]
+            queued, blocker = next((at, min(head)) for at, head in heads if chain[-1] not in head)
+            text += f", which is queued behind rank {queued}'s {self._op(queued, blocker)}"
+            if blocker in chain:
                 return Wait(text, [m.rank for m in members if m.rank != rank])
-            behind.append(before)
+            chain.append(blocker)
 
     def _op(self, rank: int, number: int) -> str:
         """Return a rank's op in a communication as text."""
@@ -268,9 +268,9 @@ class Replay:
 
     def _has_issued(self, rank: int, op: int) -> bool:
         """Return whether a rank has issued one of its ops before it was blocked or ended."""
-        if rank not in self.waiting:
+        if rank not in self.blocked_on:
             return True
-        number = self.waiting[rank]
+        number = self.blocked_on[rank]
         if rank in self.joining.get(self.queue_of[number], ()):
             return op < next(member.op for member in self.communications[number].participants if member.rank == rank)
         tape, handle = self.program.tapes[rank], self.stopped[rank]
@@ -302,6 +302,6 @@ def _queues(program: Program, communications: list[Communication]) -> list[list[
 
 def _half_batched_sentence(program: Program, half_batched: Communication) -> str:
     """Return the deadlock of a message between an exchange and a single call, which use different communicators."""
-    named = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.participants]
-    ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in named)
+    members = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.participants]
+    ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in members)
     return f"deadlock: {ends}: one is part of an exchange and the other is not, so they never meet."

@@ -53,7 +53,7 @@ class InPlace:
 
     def __init__(self, tape: Sequence[Op]) -> None:
         self._tape = tape
-        self._made: dict[int, int] = {}
+        self._producers: dict[int, int] = {}
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._read_until: dict[int, list[int]] = defaultdict(list)  # waits for communications that read it
         others = [(at, op) for at, op in enumerate(tape) if op[0] is not FREE]
@@ -61,50 +61,50 @@ class InPlace:
         writing = [(at, op) for at, op in others if op[0] in IN_PLACE_OPS and op[2]]
         watched = {number for _, op in writing for number in op[2]}
         waits = {op[4]: at for at, op in others if op[0] is WAIT}
-        made, readers = self._made, self._readers
+        producers, readers = self._producers, self._readers
         for at, op in others:
             handle = op[4]
             for number in op[3]:
                 if number in watched:
-                    made[number] = at if handle < 0 else waits[handle]
+                    producers[number] = at if handle < 0 else waits[handle]
             for number in op[2]:
                 if number in watched:
                     readers[number].append(at)
                     if handle >= 0:
                         self._read_until[number].append(waits[handle])
-        self.first_input = {at for at, op in writing if self._is_last_read(op.inputs[0], at, before=at)}
+        self.first_input = {at for at, op in writing if self._is_last_read(op.inputs[0], at, start=at)}
         self.accumulates: dict[int, int] = {}
         self.fused: dict[int, tuple[int, int]] = {}
         for at, op in writing:
             if op.kind is OpKind.ADD:
                 self._fuse(at, op)
 
-    def _is_last_read(self, number: int, reader: int, before: int) -> bool:
-        """Return whether `reader` is the only op that reads a value from op `before` on.
+    def _is_last_read(self, number: int, reader: int, start: int) -> bool:
+        """Return whether `reader` is the only op that reads a value from op `start` on.
 
         Communications in flight count as readers. If a slice shares the memory, the result is always False.
         """
         if number in self._shared:
             return False
         for at in self._readers[number]:
-            if at >= before and at != reader:
+            if at >= start and at != reader:
                 return False
         ends = self._read_until.get(number, ())
-        own = 1 if self._tape[reader].handle >= 0 else 0  # an all_reduce's own read ends with it
-        return len(ends) <= own or sum(end > before for end in ends) <= own
+        own_reads = 1 if self._tape[reader].handle >= 0 else 0  # an all_reduce's own read ends with it
+        return len(ends) <= own_reads or sum(end > start for end in ends) <= own_reads
 
     def _fuse(self, at: int, op: Op) -> None:
         """Record the ADD of a new gradient to an older one, if the backward pass can do it."""
         older, newer = op.inputs
-        if self._made[older] > self._made[newer]:
+        if self._producers[older] > self._producers[newer]:
             older, newer = newer, older
-        backward = self._made[newer]
+        backward = self._producers[newer]
         if (
             self._tape[backward].kind in WEIGHT_BACKWARDS
             and self._tape[backward].outputs[0] == newer
             and self._readers[newer] == [at]
-            and self._made[older] < backward
-            and self._is_last_read(older, at, before=backward)
+            and self._producers[older] < backward
+            and self._is_last_read(older, at, start=backward)
         ):
             self.accumulates[backward] = older
             self.fused[at] = (older, newer)
@@ -114,7 +114,7 @@ class KeptWeights:
     """Memory of one rank that lasts from step to step, and the values that its tape writes there.
 
     Attributes:
-        loaded: the memory that each loaded weight views, in the tape's order.
+        loads: the memory that each loaded weight views, in the tape's order.
         place_of: for each memory, its place (the `place` of a form).
         roots: the value that each slice views (from `view_roots`).
         owners: for each slice and each new weight, the value in whose memory it lies. An update writes a new weight
@@ -131,24 +131,22 @@ class KeptWeights:
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
         loads = [op for op in tape if op[0] is LOAD_WEIGHT and op.holds is not None]
-        self.loaded: dict[int, MemoryKey] = {
-            op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None
-        }
+        self.loads: dict[int, MemoryKey] = {op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None}
         self.place_of = {(op.layer, op.holds): op.place for op in loads if op.holds is not None}
-        self._number_of = {key: number for number, key in self.loaded.items()}
+        self._number_of = {key: number for number, key in self.loads.items()}
         self.roots = view_roots(tape, specs)
         self.owners: dict[int, int] = {}
         self.copied_updates: dict[int, MemoryKey] = {}
         self._find_owners(tape, specs)
         self.refreshed = self._find_refreshed(tape) if self.copied_updates else set[int]()
-        ended = ending_ops(tape)
-        last = memory_ends(ended, self.roots)
+        ends = ending_ops(tape)
+        last = memory_ends(ends, self.roots)
         self.final: dict[int, MemoryKey] = {}
         self.arriving: set[int] = set()
         for at, op in enumerate(tape):
             for number in op[3]:
                 form = specs[number].form
-                if form.kind is Kind.WEIGHT and form.step and number not in ended:
+                if form.kind is Kind.WEIGHT and form.step and number not in ends:
                     key = (form.layer, form.holds)
                     if key in self.place_of and self.place_of[key] == form.place:
                         self.final[number] = key
@@ -162,7 +160,7 @@ class KeptWeights:
         An update of these slices writes to this memory, unless it reads a copy of the weight in another place. The
         result is None if the rank loads no weight with these slices; the optimizer state then has memory of its own.
         """
-        return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
+        return next((key for key in self.loads.values() if key[0] == layer and key[1].contains(holds)), None)
 
     def _find_owners(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
         for at, op in enumerate(tape):
@@ -178,7 +176,7 @@ class KeptWeights:
 
     def _find_refreshed(self, tape: Sequence[Op]) -> set[int]:
         """Return the copied updates whose weight is not an exact copy of this rank's loaded weight."""
-        plain = set(self.loaded)
+        plain = set(self.loads)
         for op in tape:
             if op[0] in COPYING and plain.issuperset(op[2]):
                 plain.update(op[3])
@@ -198,12 +196,12 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places:
     concerned = [op for op in map(tape.__getitem__, places) if op[0] in REVISITED]
     loads = [op for op in concerned if op[0] is LOAD_WEIGHT]
     updates = [op for op in concerned if op[0] is UPDATE]
-    own = {op.outputs[0] for op in loads}
+    loaded_values = {op.outputs[0] for op in loads}
     one_each = len({op.layer for op in loads}) == len(loads) and len(concerned) == len(loads) + len(updates)
-    if one_each and all(op[2][1] in own for op in updates):
+    if one_each and all(op[2][1] in loaded_values for op in updates):
         return  # each layer has one loaded weight, and its update reads and ends that weight
-    kept = KeptWeights(tape, specs)
-    memory = WeightMemory(tape, specs, kept)
+    weights = KeptWeights(tape, specs)
+    memory = WeightMemory(tape, specs, weights)
     for at, op in enumerate(tape):
         try:
             memory.step(at, op)
@@ -214,14 +212,12 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places:
 class WeightMemory:
     """State of a replay of one tape: the slices that updates have moved on, and the memory that was overwritten."""
 
-    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], kept: KeptWeights) -> None:
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], weights: KeptWeights) -> None:
         self.tape = tape
         self.specs = specs
-        self.kept = kept
-        self.moved: dict[MemoryKey, list[tuple[Holds, int]]] = defaultdict(list)  # (slices, op that moved them)
-        self.written: dict[int, list[tuple[Holds, int]]] = defaultdict(
-            list
-        )  # value -> (slices, op that overwrote them)
+        self.weights = weights
+        self.moves: dict[MemoryKey, list[tuple[Holds, int]]] = defaultdict(list)  # (slices, op that moved them)
+        self.writes: dict[int, list[tuple[Holds, int]]] = defaultdict(list)  # value -> (slices, op that overwrote them)
         self.reading: dict[int, int] = {}  # handle -> the weight that its communication reads
 
     def step(self, at: int, op: Op) -> None:
@@ -247,37 +243,37 @@ class WeightMemory:
                     self.reading[op.handle] = number
         if op.handle >= 0:
             for number in op[3]:
-                if number in self.kept.arriving:
-                    key = self.kept.final[number]
-                    self.moved[key].append((key[1], at))
+                if number in self.weights.arriving:
+                    key = self.weights.final[number]
+                    self.moves[key].append((key[1], at))
 
     def _update(self, at: int, op: Op) -> None:
         """Record an update. Refuse it if its slices have moved already, or if a communication in flight reads them."""
-        holds, home = self.specs[op.inputs[2]].holds, self.kept.owners.get(op.outputs[0], -1)
-        key = self.kept.memory_of(op.layer, holds) or (op.layer, holds)  # else the state has memory of its own
-        for slices, before in (*self.moved[key], *self.written.get(home, ())):
+        holds, home = self.specs[op.inputs[2]].holds, self.weights.owners.get(op.outputs[0], -1)
+        key = self.weights.memory_of(op.layer, holds) or (op.layer, holds)  # else the state has memory of its own
+        for slices, earlier in (*self.moves[key], *self.writes.get(home, ())):
             if (twice := slices & holds).mask:
-                raise _moved_twice(op, twice, self.tape[before], before)
-        self.moved[key].append((holds, at))
+                raise _moved_twice(op, twice, self.tape[earlier], earlier)
+        self.moves[key].append((holds, at))
         if home < 0:
             return
         for handle, number in self.reading.items():
-            overlaps = self.kept.owners.get(number, number) == home and (self.specs[number].holds & holds).mask
+            overlaps = self.weights.owners.get(number, number) == home and (self.specs[number].holds & holds).mask
             if number != op.inputs[1] and overlaps:
                 flying = next(other for other in self.tape if other.handle == handle)
-                given = f"writes over {self.specs[number]}, but {flying} (handle {handle}) is still reading that"
-                raise Refused("in flight", op.about, given, "wait for it first")
-        self.written[home].append((holds, at))
+                fault = f"writes over {self.specs[number]}, but {flying} (handle {handle}) is still reading that"
+                raise Refused("in flight", op.about, fault, "wait for it first")
+        self.writes[home].append((holds, at))
 
     def _read(self, op: Op, number: int) -> None:
         """Refuse to read a weight that an update has overwritten."""
-        for slices, before in self.written.get(self.kept.roots.get(number, number), ()):
+        for slices, writer in self.writes.get(self.weights.roots.get(number, number), ()):
             if (slices & self.specs[number].holds).mask:
-                given = (
-                    f"{self.specs[number]} is read here, but op {before} {self.tape[before]} has written its new "
+                fault = (
+                    f"{self.specs[number]} is read here, but op {writer} {self.tape[writer]} has written its new "
                     "values there"
                 )
-                raise Refused("written over", op.about, given, "read it before that, or update it itself")
+                raise Refused("written over", op.about, fault, "read it before that, or update it itself")
 
 
 def view_roots(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
@@ -361,20 +357,20 @@ def memory_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, 
     return last
 
 
-def _moved_twice(op: Op, twice: Holds, mover: Op, before: int) -> Refused:
+def _moved_twice(op: Op, twice: Holds, mover: Op, at: int) -> Refused:
     """Return the refusal of an update of slices that have moved already."""
-    what = "all" if twice.complete else twice.slices_text
-    of = f"{what} of the weights[{op.layer}] that this rank keeps"
+    part = "all" if twice.complete else twice.slices_text
+    of = f"{part} of the weights[{op.layer}] that this rank keeps"
     if mover.kind is UPDATE:
-        given = (
-            f"op {before} {mover} has moved {of} one step on already, for another optimizer state; each element moves "
+        fault = (
+            f"op {at} {mover} has moved {of} one step on already, for another optimizer state; each element moves "
             "once a step"
         )
         remedy = "load one optimizer state for each slice, and no two that overlap"
-        return Refused("moved twice", op.about, given, remedy, doubled=bits(twice.mask))
-    given = (
-        f"op {before} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
+        return Refused("moved twice", op.about, fault, remedy, doubled=bits(twice.mask))
+    fault = (
+        f"op {at} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
         "second step"
     )
     remedy = "update before they arrive, or load no optimizer state of what other ranks update"
-    return Refused("stepped again", op.about, given, remedy, doubled=bits(twice.mask))
+    return Refused("stepped again", op.about, fault, remedy, doubled=bits(twice.mask))

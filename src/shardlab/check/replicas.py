@@ -141,13 +141,13 @@ def replicas_of(checked: Checked) -> list[Replica]:
         for value, number in live.items():
             spec = checked.specs[rank][value]
             if spec.kind is Kind.WEIGHT:
-                for holds, piece in numbering.numbers.within(number, spec.holds):
+                for holds, piece in numbering.numbers.find_parts(number, spec.holds):
                     copies[spec.layer, piece].append((holds, rank))
     replicas: list[Replica] = []
-    for (layer, _), held in sorted(copies.items()):
-        of = math.lcm(*(holds.of for holds, _ in held))
+    for (layer, _), shares in sorted(copies.items()):
+        of = math.lcm(*(holds.of for holds, _ in shares))
         ranks_at: dict[int, set[int]] = defaultdict(set)
-        for holds, rank in held:
+        for holds, rank in shares:
             for piece in bits(holds.refined(of).mask):
                 ranks_at[piece].add(rank)
         masks: dict[tuple[int, ...], int] = defaultdict(int)
@@ -182,8 +182,8 @@ def number_steady_step(checked: Checked) -> ValueNumbering:
     """Number the values of a late step: all copies that ever drift apart differ at its start already."""
     numbering, classes = ValueNumbering(checked), dict[LoadKey, list[tuple[Holds, int]]]()
     while any(map(_drifted, _copies(numbering).values())):
-        before, classes = classes, _classes(numbering)
-        if classes == before:
+        previous, classes = classes, _classes(numbering)
+        if classes == previous:
             break
         numbering = ValueNumbering(checked, classes)
     return numbering
@@ -219,7 +219,7 @@ class ValueNumbering:
         self._batches: dict[int, dict[int, list[int]]] = {}
         self._delivered: dict[int, int] = {}  # communication -> number of its result
         self._distributing: set[int] = set()  # communications that give each member another value
-        self._waiting: dict[int, list[int]] = defaultdict(list)  # communication -> ranks
+        self._waiters: dict[int, list[int]] = defaultdict(list)  # communication -> ranks
         self._runnable = deque(range(len(tapes)))
         self._in_flight: list[dict[int, tuple[int, ...]]] = [{} for _ in tapes]  # handle -> values that it will deliver
         at = [0] * len(tapes)
@@ -238,48 +238,48 @@ class ValueNumbering:
                 del live[inputs[0]]
             elif kind is OpKind.WAIT:
                 for number in in_flight[handle]:
-                    made = self._delivered.get(communication_of[handle])
-                    if made is None:
-                        self._waiting[communication_of[handle]].append(rank)
+                    value = self._delivered.get(communication_of[handle])
+                    if value is None:
+                        self._waiters[communication_of[handle]].append(rank)
                         return index
                     if communication_of[handle] in self._distributing:
-                        made = numbers.number_of(("member", rank), (made,))
-                    live[number] = numbers.at(made, positions(specs[number])) if made in numbers.pieces else made
+                        value = numbers.number_of(("member", rank), (value,))
+                    live[number] = numbers.at(value, positions(specs[number])) if value in numbers.pieces else value
             elif kind in COMMUNICATION:
                 in_flight[handle] = outputs
                 if inputs:
                     self._give(rank, op, communication_of[handle], live[inputs[0]])
             elif kind is OpKind.ADD and index in self._fused[rank]:
-                made = partial(numbers.of_all, FUSED_ADD)
-                given = [live[number] for number in self._fused[rank][index]]
-                live[outputs[0]] = numbers.element_wise(made, given, positions(specs[outputs[0]]))
+                rule = partial(numbers.of_all, FUSED_ADD)
+                operands = [live[number] for number in self._fused[rank][index]]
+                live[outputs[0]] = numbers.element_wise(rule, operands, positions(specs[outputs[0]]))
             elif kind is OpKind.ADD:
                 term = specs[inputs[0]].form.term
                 plain = term is None or not term.merged
-                made = numbers.sum if plain else partial(numbers.of_all, ("merged", layer))
-                given = [live[number] for number in inputs]
-                live[outputs[0]] = numbers.element_wise(made, given, positions(specs[outputs[0]]))
+                rule = numbers.sum if plain else partial(numbers.of_all, ("merged", layer))
+                operands = [live[number] for number in inputs]
+                live[outputs[0]] = numbers.element_wise(rule, operands, positions(specs[outputs[0]]))
             elif kind is OpKind.SCALE or kind is OpKind.CAST:
-                made = partial(numbers.of_all, (kind, op.factor, op.dtype))
-                live[outputs[0]] = numbers.element_wise(made, [live[inputs[0]]], positions(specs[inputs[0]]))
+                rule = partial(numbers.of_all, (kind, op.factor, op.dtype))
+                live[outputs[0]] = numbers.element_wise(rule, [live[inputs[0]]], positions(specs[inputs[0]]))
             elif kind is OpKind.SLICE:
-                made = live[inputs[0]]
-                live[outputs[0]] = numbers.at(made, positions(specs[outputs[0]])) if made in numbers.pieces else made
+                value = live[inputs[0]]
+                live[outputs[0]] = numbers.at(value, positions(specs[outputs[0]])) if value in numbers.pieces else value
             elif kind is OpKind.CONCATENATE:
                 live[outputs[0]] = self._number_union(op, [specs[n] for n in inputs], [live[n] for n in inputs])
             elif kind is OpKind.DIRECTION:
                 _, state, *norm = inputs
-                made = partial(numbers.of_all, (kind, layer, *[live[number] for number in norm]))
-                given = [live[number] for number in inputs[:2]]
-                live[outputs[0]] = numbers.element_wise(made, given, positions(specs[state]))
+                rule = partial(numbers.of_all, (kind, layer, *[live[number] for number in norm]))
+                operands = [live[number] for number in inputs[:2]]
+                live[outputs[0]] = numbers.element_wise(rule, operands, positions(specs[state]))
             elif kind is OpKind.UPDATE:
                 _, weight, state, *others = inputs
                 form = specs[state].form  # a host and a device round differently, and so do one matrix and several
-                where = form.place, form.holds if layer in self._directed else None
-                made = partial(numbers.of_all, (OpKind.UPDATE, layer, *where, *[live[number] for number in others]))
-                given = [live[number] for number in inputs[:3]]
+                place = form.place, form.holds if layer in self._directed else None
+                rule = partial(numbers.of_all, (OpKind.UPDATE, layer, *place, *[live[number] for number in others]))
+                operands = [live[number] for number in inputs[:3]]
                 del live[weight], live[state]
-                number = numbers.element_wise(made, given, positions(specs[state]))
+                number = numbers.element_wise(rule, operands, positions(specs[state]))
                 live[outputs[0]] = live[outputs[1]] = number
             else:
                 self._compute(rank, op, specs, live)
@@ -290,45 +290,45 @@ class ValueNumbering:
         results.
         """
         kind, layer, inputs, outputs = op[:4]
-        given = tuple([live[number] for number in inputs])
-        what: tuple[object, ...] = (OpKind.FORWARD if kind is OpKind.RECOMPUTE else kind, layer)
+        operands = tuple([live[number] for number in inputs])
+        key: tuple[object, ...] = (OpKind.FORWARD if kind is OpKind.RECOMPUTE else kind, layer)
         if not inputs:
             parts = self._initial.get((rank, kind, layer, op.holds))
-            number = self.numbers.number_of(what)
+            number = self.numbers.number_of(key)
             if parts is not None:
-                number = self.numbers.join([(holds, self.numbers.number_of((*what, label))) for holds, label in parts])
+                number = self.numbers.join([(holds, self.numbers.number_of((*key, label))) for holds, label in parts])
             live[outputs[0]] = number
             return
-        what += (specs[inputs[0]][1], *[specs[number][0] for number in inputs])
+        key += (specs[inputs[0]][1], *[specs[number][0] for number in inputs])
         if kind is OpKind.ATTEND_BACKWARD or (kind.row.saved_input >= 0 and layer in self._atomic):
-            what += (rank, outputs[0])
+            key += (rank, outputs[0])
         for number in outputs:
-            live[number] = self.numbers.number_of((*what, specs[number][0]), given)
+            live[number] = self.numbers.number_of((*key, specs[number][0]), operands)
 
     def _give(self, rank: int, op: Op, communication: int, number: int) -> None:
         """Record one member's value. After the last member, wake the waiting ranks."""
-        given, found = self._contributed[communication], self.checked.communications[communication]
-        given[rank] = number
+        numbers, details = self._contributed[communication], self.checked.communications[communication]
+        numbers[rank] = number
         if op.kind in _ONE_GIVES:
             self._delivered[communication] = number
-        elif len(given) == len(found.participants):
+        elif len(numbers) == len(details.participants):
             if op.kind.row.combines is None and op.kind is not OpKind.ALL_TO_ALL:
                 self._distributing.add(communication)
             self._delivered[communication] = self._number_reduction(
-                op, found, [given[each.rank] for each in found.participants]
+                op, details, [numbers[member.rank] for member in details.participants]
             )
         else:
             return
-        self._runnable.extend(self._waiting.pop(communication, ()))
+        self._runnable.extend(self._waiters.pop(communication, ()))
 
-    def _number_union(self, op: Op, specs: Sequence[Spec], given: Sequence[int]) -> int:
+    def _number_union(self, op: Op, specs: Sequence[Spec], numbers: Sequence[int]) -> int:
         """Number the result of concatenating or exchanging pieces."""
         forms = [spec.form for spec in specs]
-        alike = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
-        if alike and op.kind.row.combines is Combiner.UNION:
-            return self.numbers.join(zip(map(positions, specs), given, strict=True))
+        joinable = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
+        if joinable and op.kind.row.combines is Combiner.UNION:
+            return self.numbers.join(zip(map(positions, specs), numbers, strict=True))
         # the pieces are of another index than the batch
-        return self.numbers.number_of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
+        return self.numbers.number_of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(numbers))
 
     def _bucket(self, communication: Communication) -> tuple[object, ...]:
         """Return the position of a collective in the buffer of its batch, and the lengths of all values there."""
@@ -337,25 +337,25 @@ class ValueNumbering:
         if tape[at].batch < 0:
             return ()
         batches = self._batches.setdefault(rank, batches_of(tape))
-        together = batches[tape[at].batch]
-        specs = [self.checked.specs[rank][tape[each].inputs[0]] for each in together]
+        batch = batches[tape[at].batch]
+        specs = [self.checked.specs[rank][tape[index].inputs[0]] for index in batch]
         lengths = [(spec.layer, spec.holds.mask.bit_count(), spec.holds.of) for spec in specs]
-        return (together.index(at), *lengths)
+        return (batch.index(at), *lengths)
 
-    def _number_reduction(self, op: Op, communication: Communication, given: Sequence[int]) -> int:
+    def _number_reduction(self, op: Op, communication: Communication, operands: Sequence[int]) -> int:
         """Number the result of a collective, which is the same for all members, from their values in group order."""
         tapes, numbers = self.checked.program.tapes, self.numbers
-        if len(given) == 1:
-            return given[0]
+        if len(operands) == 1:
+            return operands[0]
         specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in communication.participants]
         first = specs[0]
         if op.kind.row.combines is not Combiner.SUM:
-            return self._number_union(op, specs, given)
-        if len(given) == 2 and op.reduction is Reduction.SUM:
-            return numbers.element_wise(numbers.sum, given, positions(first))
+            return self._number_union(op, specs, operands)
+        if len(operands) == 2 and op.reduction is Reduction.SUM:
+            return numbers.element_wise(numbers.sum, operands, positions(first))
         # the order of a longer sum depends on the algorithm, and on the element's place in the buffer
-        how = (op.kind, op.reduction, positions(first), *self._bucket(communication))
-        return numbers.element_wise(partial(numbers.of_all, how), given, positions(first))
+        op_key = (op.kind, op.reduction, positions(first), *self._bucket(communication))
+        return numbers.element_wise(partial(numbers.of_all, op_key), operands, positions(first))
 
 
 class NumberTable:
@@ -375,28 +375,28 @@ class NumberTable:
         self.pieces: dict[int, list[tuple[Holds, int]]] = {}
         self._number_of: dict[Key, int] = {}
 
-    def number_of(self, what: tuple[object, ...], numbers: tuple[int, ...] = ()) -> int:
+    def number_of(self, op_key: tuple[object, ...], numbers: tuple[int, ...] = ()) -> int:
         """Return the number of the value that this operation computes from operands with these numbers."""
-        key = what, numbers
+        key = op_key, numbers
         number = self._number_of.get(key)
         if number is None:
             number = self._number_of[key] = len(self.keys)
             self.keys.append(key)
         return number
 
-    def within(self, number: int, where: Holds) -> list[tuple[Holds, int]]:
+    def find_parts(self, number: int, holds: Holds) -> list[tuple[Holds, int]]:
         """Return the parts of a value that lie at some positions: (positions, number) of each part."""
         pieces = self.pieces.get(number)
         if pieces is None:
-            return [(where, number)]
-        met = [(where & at, piece) for at, piece in pieces]
-        return [(at, piece) for at, piece in met if at.mask]
+            return [(holds, number)]
+        overlaps = [(holds & at, piece) for at, piece in pieces]
+        return [(at, piece) for at, piece in overlaps if at.mask]
 
     def join(self, parts: Iterable[tuple[Holds, int]]) -> int:
         """Return the number of the concatenation of some parts."""
         whole: dict[int, Holds] = {}
-        for where, number in parts:
-            for at, piece in self.within(number, where):
+        for holds, number in parts:
+            for at, piece in self.find_parts(number, holds):
                 whole[piece] = whole.get(piece, Holds(0, 1)) | at
         if len(whole) == 1:
             return next(iter(whole))
@@ -405,24 +405,24 @@ class NumberTable:
         self.pieces[number] = pieces
         return number
 
-    def at(self, number: int, where: Holds) -> int:
+    def at(self, number: int, holds: Holds) -> int:
         """Return the number of a value's slice at some positions."""
-        return self.join([(where, number)]) if number in self.pieces else number
+        return self.join([(holds, number)]) if number in self.pieces else number
 
-    def element_wise(self, made: Callable[[Sequence[int]], int], numbers: Sequence[int], where: Holds) -> int:
-        """Return the number of an element-wise result. `made` returns it for one piece, from the operands' numbers
+    def element_wise(self, rule: Callable[[Sequence[int]], int], numbers: Sequence[int], holds: Holds) -> int:
+        """Return the number of an element-wise result. `rule` returns it for one piece, from the operands' numbers
         there.
         """
         if self.pieces.keys().isdisjoint(numbers):
-            return made(numbers)
-        cuts = [where]
+            return rule(numbers)
+        cuts = [holds]
         for number in numbers:
-            cuts = [at for cut in cuts for at, _ in self.within(number, cut)]
-        return self.join([(cut, made([self.at(number, cut) for number in numbers])) for cut in cuts])
+            cuts = [at for cut in cuts for at, _ in self.find_parts(number, cut)]
+        return self.join([(cut, rule([self.at(number, cut) for number in numbers])) for cut in cuts])
 
-    def of_all(self, what: tuple[object, ...], numbers: Sequence[int]) -> int:
-        """Return the number of an op's result. With `what` bound, this is the `made` argument of `element_wise`."""
-        return self.number_of(what, tuple(numbers))
+    def of_all(self, op_key: tuple[object, ...], numbers: Sequence[int]) -> int:
+        """Return the number of an op's result. With `op_key` bound, this is the `rule` argument of `element_wise`."""
+        return self.number_of(op_key, tuple(numbers))
 
     def sum(self, numbers: Sequence[int]) -> int:
         """Return the number of the sum of two values, which is the same in either order."""
@@ -431,11 +431,11 @@ class NumberTable:
 
     def terms(self, number: int) -> list[int]:
         """Return the numbers of all terms of a sum, ascending. A term that is itself a sum is replaced by its terms."""
-        left, found = [number], list[int]()
-        while left:
-            what, numbers = self.keys[number := left.pop()]
-            left.extend(numbers) if what[0] in SUMS else found.append(number)
-        return sorted(found)
+        stack, result = [number], list[int]()
+        while stack:
+            op_key, numbers = self.keys[number := stack.pop()]
+            stack.extend(numbers) if op_key[0] in SUMS else result.append(number)
+        return sorted(result)
 
 
 def positions(spec: Spec) -> Holds:
@@ -452,39 +452,39 @@ def _copies(numbering: ValueNumbering) -> dict[tuple[Kind, int], list[ParameterC
         for value, number in live.items():
             spec = checked.specs[rank][value]
             if spec.step == 1 and spec.kind in _LOADS:
-                pieces = numbering.numbers.within(number, spec.holds)
+                pieces = numbering.numbers.find_parts(number, spec.holds)
                 copies[spec.kind, spec.layer] += [ParameterCopy(holds, piece, rank) for holds, piece in pieces]
     return copies
 
 
 def _classes(numbering: ValueNumbering) -> dict[LoadKey, list[tuple[Holds, int]]]:
     """Label the values that ranks load in the next step: equal labels mean equal bits. Each layer has labels from 0."""
-    found: dict[LoadKey, list[tuple[Holds, int]]] = {}
+    classes: dict[LoadKey, list[tuple[Holds, int]]] = {}
     labels: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
     for rank, live in enumerate(numbering.live):
         for value, number in live.items():
             spec = numbering.checked.specs[rank][value]
             if spec.kind in _LOADS:
-                known = labels[spec.kind, spec.layer]
-                pieces = numbering.numbers.within(number, spec.holds)
-                found[rank, _LOADS[spec.kind], spec.layer, spec.holds] = [
-                    (holds, known.setdefault(piece, len(known))) for holds, piece in pieces
+                label_of = labels[spec.kind, spec.layer]
+                pieces = numbering.numbers.find_parts(number, spec.holds)
+                classes[rank, _LOADS[spec.kind], spec.layer, spec.holds] = [
+                    (holds, label_of.setdefault(piece, len(label_of))) for holds, piece in pieces
                 ]
-    return found
+    return classes
 
 
 def _drifts(numbering: ValueNumbering, copies: Mapping[tuple[Kind, int], list[ParameterCopy]]) -> list[Drift]:
     """List the copies that differ, in groups of layers with the same ranks and cause."""
-    found: dict[tuple[Kind, tuple[tuple[int, ...], ...], str], list[int]] = defaultdict(list)
+    layers_of: dict[tuple[Kind, tuple[tuple[int, ...], ...], str], list[int]] = defaultdict(list)
     drifting: set[int] = set()
     for kind, layer in sorted(copies, key=lambda key: (key[0] is Kind.OPT_STATE, key[1])):
-        apart = _drifted(copies[kind, layer])
-        if apart and layer not in drifting:
+        differing = _drifted(copies[kind, layer])
+        if differing and layer not in drifting:
             drifting.add(layer)
-            first = apart[0].holds.mask & -apart[0].holds.mask  # other elements may have another cause
-            cause = _cause(numbering.numbers, sorted({copy.number for copy in apart if copy.holds.mask & first}))
-            found[kind, _groups(apart), cause].append(layer)
-    return [Drift(kind.value, tuple(layers), groups, cause) for (kind, groups, cause), layers in found.items()]
+            first = differing[0].holds.mask & -differing[0].holds.mask  # other elements may have another cause
+            cause = _cause(numbering.numbers, sorted({copy.number for copy in differing if copy.holds.mask & first}))
+            layers_of[kind, _groups(differing), cause].append(layer)
+    return [Drift(kind.value, tuple(layers), groups, cause) for (kind, groups, cause), layers in layers_of.items()]
 
 
 def _drifted(copies: list[ParameterCopy]) -> list[ParameterCopy]:
@@ -518,10 +518,10 @@ def _groups(apart: list[ParameterCopy]) -> tuple[tuple[int, ...], ...]:
 
 def _cause(numbers: NumberTable, drifting: list[int]) -> str:
     """Return why copies differ, and how to make them equal."""
-    how, given = zip(*[numbers.keys[number] for number in drifting], strict=True)
-    if any(each[0] is not OpKind.UPDATE for each in how):
+    op_keys, operands = zip(*[numbers.keys[number] for number in drifting], strict=True)
+    if any(entry[0] is not OpKind.UPDATE for entry in op_keys):
         return "only some ranks made them equal again; do so on all ranks, by an all_reduce by mean or a broadcast"
-    gradients, weights, _ = (set(each) for each in zip(*given, strict=True))
+    gradients, weights, _ = (set(column) for column in zip(*operands, strict=True))
     if len(gradients) > 1:
         if len({tuple(numbers.terms(gradient)) for gradient in gradients}) == 1:
             if len({_fused(numbers, gradient) for gradient in gradients}) > 1:
@@ -537,12 +537,12 @@ def _cause(numbers: NumberTable, drifting: list[int]) -> str:
             "their gradients were computed apart, and are equal only up to rounding; all_reduce the gradients by mean, "
             "or compute them on one rank and broadcast them"
         )
-    if len({each[2:4] for each in how}) > 1:
+    if len({entry[2:4] for entry in op_keys}) > 1:
         return (
             "they are updated in different places, or in different numbers of whole matrices; keep the same slices in "
             "the same place on all ranks"
         )
-    if len(set(how)) > 1:
+    if len(set(op_keys)) > 1:
         return (
             "the norms that clip their gradients were computed apart; all_reduce the norm, or sum it on one rank and "
             "broadcast it"
@@ -553,28 +553,28 @@ def _cause(numbers: NumberTable, drifting: list[int]) -> str:
 
 def _fused(numbers: NumberTable, gradient: int) -> int:
     """Return how many terms of a sum were added within backward passes."""
-    left, count = [gradient], 0
-    while left:
-        what, terms = numbers.keys[left.pop()]
-        if what[0] in SUMS:
-            count += what == FUSED_ADD
-            left.extend(terms)
+    stack, count = [gradient], 0
+    while stack:
+        op_key, terms = numbers.keys[stack.pop()]
+        if op_key[0] in SUMS:
+            count += op_key == FUSED_ADD
+            stack.extend(terms)
     return count
 
 
 def _results(tape: list[Op], specs: dict[int, Spec]) -> list[OpResult]:
     accumulates = InPlace(tape).accumulates
-    found: list[OpResult] = []
+    results: list[OpResult] = []
     for at, op in enumerate(tape):
         if op.kind not in COMPARED:
             continue
         older = accumulates.get(at)
-        in_it = 0 if older is None else specs[older].microbatches.bit_count()
-        given = tuple(_without_microbatches(specs[number]) for number in op.inputs)
+        summed_count = 0 if older is None else specs[older].microbatches.bit_count()
+        input_specs = tuple(_without_microbatches(specs[number]) for number in op.inputs)
         for place, number in enumerate(op.outputs):
-            key = (op.kind, op.layer, op.holds, place, in_it, given, _without_microbatches(specs[number]))
-            found.append(OpResult(at, number, key))
-    return found
+            key = (op.kind, op.layer, op.holds, place, summed_count, input_specs, _without_microbatches(specs[number]))
+            results.append(OpResult(at, number, key))
+    return results
 
 
 def _without_microbatches(spec: Spec) -> Hashable:

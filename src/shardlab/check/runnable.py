@@ -61,7 +61,7 @@ def why_not_runnable(
     if why_not := _too_long(program, specs):
         return why_not
     tapes = program.tapes
-    passed: set[tuple[OpKind, Form]] = set()  # most communications repeat few ops and forms
+    accepted: set[tuple[OpKind, Form]] = set()  # most communications repeat few ops and forms
     for _, _, members in communications:
         for rank, _, at in members:  # the sender of a message, or the first member of a collective that gives a value
             op = tapes[rank][at]
@@ -71,35 +71,35 @@ def why_not_runnable(
             continue
         kind, spec = op[0], specs[rank][op[2][0]]
         form = spec[0]
-        if (kind, form) in passed and form.kind is not OPT_STATE:
+        if (kind, form) in accepted and form.kind is not OPT_STATE:
             continue
-        why = None
+        reason = None
         if form.kind is OPT_STATE and kind in COPIES:
-            why = _still_used(tapes[rank], at)
+            reason = _still_used(tapes[rank], at)
         elif form.kind is OPT_STATE:
-            why = "an optimizer state stays on the rank that loaded it", "load it where it is updated"
+            reason = "an optimizer state stays on the rank that loaded it", "load it where it is updated"
         elif form.kind is GRAD_ACTIVATION and form.layer == 0:
-            why = "the model's input is tokens, which have no gradient", f"do not communicate {spec}"
+            reason = "the model's input is tokens, which have no gradient", f"do not communicate {spec}"
         elif kind.row.combines is UNION:
-            why = _cannot_gather([specs[rank][tapes[rank][at][2][0]] for rank, _, at in members])
+            reason = _cannot_gather([specs[rank][tapes[rank][at][2][0]] for rank, _, at in members])
         elif kind in SCATTERING and form.kind in ROW_KINDS:
             ops = [(specs[rank], tapes[rank][at]) for rank, _, at in members]
-            why = _cannot_scatter([own[op.inputs[0]] for own, op in ops], [own[op.outputs[0]] for own, op in ops])
+            reason = _cannot_scatter([s[op.inputs[0]] for s, op in ops], [s[op.outputs[0]] for s, op in ops])
         else:
-            passed.add((kind, form))
-        if why is not None:
-            return _refusal(rank, at, op, why)
+            accepted.add((kind, form))
+        if reason is not None:
+            return _refusal(rank, at, op, reason)
     for rank, tape in enumerate(tapes):
         for at in places[rank]:
             op = tape[at]
-            if op[0] in LOCAL and (why := _cannot_cut([specs[rank][number] for number in op.inputs])):
-                return _refusal(rank, at, op, why)
+            if op[0] in LOCAL and (reason := _cannot_cut([specs[rank][number] for number in op.inputs])):
+                return _refusal(rank, at, op, reason)
         stepped = {specs[rank][tape[at].inputs[2]].form for at in places[rank] if tape[at].kind is OpKind.UPDATE}
         for at in places[rank]:
             op = tape[at]
             if op[0] is OpKind.DIRECTION and (state := specs[rank][op.inputs[1]]).form not in stepped:
-                why = f"no update steps {state} as it is", "update the optimizer state whose direction is taken"
-                return _refusal(rank, at, op, why)
+                reason = f"no update steps {state} as it is", "update the optimizer state whose direction is taken"
+                return _refusal(rank, at, op, reason)
     if not any(layer.cut for layer in program.sizes.signatures):  # nothing is sliced
         return None
     if why_not := _cut_buffers(program, specs):
@@ -109,8 +109,8 @@ def why_not_runnable(
     for rank, tape in enumerate(tapes):
         for at in places[rank]:
             op = tape[at]
-            if op[0] in CUT and (why := _cannot_compute(op, specs[rank], cuts)):
-                return _refusal(rank, at, op, why)
+            if op[0] in CUT and (reason := _cannot_compute(op, specs[rank], cuts)):
+                return _refusal(rank, at, op, reason)
     return None
 
 
@@ -147,12 +147,12 @@ def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | N
     for layer, numbers in slice_counts(specs).items():
         length = 16 * math.lcm(*numbers)
         if length > max(16 * max(numbers), MOST_PADDED) and length > 2 * program.sizes.weights[layer]:
-            given = (
+            fault = (
                 f"layer {layer} is cut into {_listed(numbers)} slices, and only {number_text(length)} elements or a "
                 "multiple divide into all of these"
             )
             remedy = "cut by numbers of which one divides the other"
-            return Refused("not runnable", About(f"weights[{layer}]", layer), given, remedy)
+            return Refused("not runnable", About(f"weights[{layer}]", layer), fault, remedy)
     return None
 
 
@@ -172,8 +172,8 @@ def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused 
         for number, spec in specs[rank].items():
             if spec.layer in buffers and spec.kind in _OF_BUFFERS and not spec.whole_sequences:
                 at, op = next((at, op) for at, op in enumerate(tape) if number in op.outputs)
-                given = f"this would be {spec} in experts' buffers, whose places have tokens of any part of a sequence"
-                return _refusal(rank, at, op, (given, "cut sequences before tokens are dispatched to experts"))
+                fault = f"this would be {spec} in experts' buffers, whose places have tokens of any part of a sequence"
+                return _refusal(rank, at, op, (fault, "cut sequences before tokens are dispatched to experts"))
     return None
 
 
@@ -182,58 +182,58 @@ def _indices_made(layer: Layer, tensor: str) -> set[str]:
     return {index for node in layer.nodes for index in node.makes.get(tensor, "").split()}
 
 
-def _refusal(rank: int, at: int, op: Op, why: Why) -> Refused:
-    return Refused("not runnable", op.about, *why).at(rank, at)
+def _refusal(rank: int, at: int, op: Op, reason: Why) -> Refused:
+    return Refused("not runnable", op.about, *reason).at(rank, at)
 
 
 def _still_used(tape: Sequence[Op], at: int) -> Why | None:
     """Return why an optimizer state cannot be copied here: a later op still reads the original."""
-    (given,) = tape[at].inputs
-    reader = next((op for op in tape[at + 1 :] if given in op.inputs and op.kind is not OpKind.FREE), None)
+    (number,) = tape[at].inputs
+    reader = next((op for op in tape[at + 1 :] if number in op.inputs and op.kind is not OpKind.FREE), None)
     if reader is None:
         return None
     return f"an optimizer state is in one place at a time, but {reader} reads it where it was", "use the copy alone"
 
 
-def _cannot_cut(given: Sequence[Spec]) -> Why | None:
+def _cannot_cut(specs: Sequence[Spec]) -> Why | None:
     """Return why values cannot be cut, scaled or concatenated as tensors on one rank; None if they can."""
-    first = given[0]
+    first = specs[0]
     if first.kind is GRAD_ACTIVATION and first.layer == 0:
         return "the model's input is tokens, which have no gradient", f"do not cut, scale or concatenate {first}"
-    return _differs_in_two_dims(given)
+    return _differs_in_two_dims(specs)
 
 
-def _cannot_gather(given: Sequence[Spec]) -> Why | None:
+def _cannot_gather(specs: Sequence[Spec]) -> Why | None:
     """Return why the members' values in a gather do not form one tensor; None if they do."""
-    shares = [_share(spec) for spec in given]
+    shares = [_share(spec) for spec in specs]
     if any(share != shares[0] for share in shares):
         return f"the members give {', '.join(map(str, shares))} of the whole", "gather equal pieces"
-    return _differs_in_two_dims(given)
+    return _differs_in_two_dims(specs)
 
 
-def _cannot_scatter(given: Sequence[Spec], received: Sequence[Spec]) -> Why | None:
+def _cannot_scatter(inputs: Sequence[Spec], outputs: Sequence[Spec]) -> Why | None:
     """Return why a collective cannot give each member a part; None if it can."""
     for verb, specs, remedy in (
-        ("give", given, "give equal pieces"),
-        ("receive", received, "put the value together from equal pieces, since it is dealt in these"),
+        ("give", inputs, "give equal pieces"),
+        ("receive", outputs, "put the value together from equal pieces, since it is dealt in these"),
     ):
         shares = [_share(spec) for spec in specs]
         if any(share != shares[0] for share in shares):
             return f"the members {verb} {', '.join(map(str, shares))} of the whole", remedy
-    uneven = next((spec for spec in received if not _even(spec)), None)
+    uneven = next((spec for spec in outputs if not _even(spec)), None)
     if uneven is None:
         return None
     return f"{uneven} has other slices of some microbatches than of others", "deal the same slices of all microbatches"
 
 
-def _differs_in_two_dims(given: Sequence[Spec]) -> Why | None:
+def _differs_in_two_dims(specs: Sequence[Spec]) -> Why | None:
     """Return why pieces that differ in microbatches and in slices of sequences form no tensor; None if they do not."""
-    first = given[0]
-    if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
+    first = specs[0]
+    if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in specs):
         return None
-    if len({slices_of_any_sequence(spec) for spec in given}) > 1:
-        why = "these are of other microbatches and of other slices of the sequence"
-        return why, "gather those of one kind, then those of the other"
+    if len({slices_of_any_sequence(spec) for spec in specs}) > 1:
+        fault = "these are of other microbatches and of other slices of the sequence"
+        return fault, "gather those of one kind, then those of the other"
     return None
 
 
@@ -255,8 +255,8 @@ def _cannot_compute(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why 
         if cut > 1 and holds.of != cut:
             holds = holds.simplified()
         if cut > 1 and (holds.of != cut or holds.pieces != 1):
-            given = f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once"
-            return given, "compute with one slice on each rank"
+            fault = f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once"
+            return fault, "compute with one slice on each rank"
     # A value computed from loaded batches holds the same slices of each microbatch if these batches do.
     elif op[0] is OpKind.LOAD_BATCH:
         batch = specs[op.outputs[0]]
@@ -277,23 +277,23 @@ def _even(spec: Spec) -> bool:
 def _needed_ops(checked: Checked) -> set[Place]:
     """Return the ops on which the losses depend. A communication depends on the parts and waits of all its members."""
     tapes = checked.program.tapes
-    every = [(rank, at, op) for rank, tape in enumerate(tapes) for at, op in enumerate(tape)]
-    maker = {(rank, number): at for rank, at, op in every for number in op.outputs}
-    wait = {(rank, op.handle): at for rank, at, op in every if op.kind is WAIT}
-    left = [(rank, at) for rank, at, op in every if op.kind is LOSS]
+    ops = [(rank, at, op) for rank, tape in enumerate(tapes) for at, op in enumerate(tape)]
+    maker = {(rank, number): at for rank, at, op in ops for number in op.outputs}
+    wait = {(rank, op.handle): at for rank, at, op in ops if op.kind is WAIT}
+    stack = [(rank, at) for rank, at, op in ops if op.kind is LOSS]
     needed: set[Place] = set()
-    while left:
-        place = left.pop()
+    while stack:
+        place = stack.pop()
         if place in needed:
             continue
         needed.add(place)
         rank, at = place
         op = tapes[rank][at]
-        left += [(rank, maker[rank, number]) for number in op.inputs]
+        stack += [(rank, maker[rank, number]) for number in op.inputs]
         if op.kind in COMMUNICATION:
-            left.append((rank, wait[rank, op.handle]))
+            stack.append((rank, wait[rank, op.handle]))
             communication = checked.communications[checked.communication_of[rank][op.handle]]
-            left += [(member.rank, member.op) for member in communication.participants]
+            stack += [(member.rank, member.op) for member in communication.participants]
     return needed
 
 
@@ -311,7 +311,7 @@ def _without_gradients(checked: Checked, rank: int, op: Op) -> Op:
 
 def _freed_after_last_use(ops: list[Op]) -> list[Op]:
     """Insert a FREE after the last use of every value except the loaded weights."""
-    kept = {number for op in ops if op.kind is LOAD_WEIGHT for number in op.outputs}
+    kept_values = {number for op in ops if op.kind is LOAD_WEIGHT for number in op.outputs}
     waits = {op.handle: at for at, op in enumerate(ops) if op.kind is WAIT}
     last: dict[int, int] = {}
     for at, op in enumerate(ops):
@@ -320,7 +320,7 @@ def _freed_after_last_use(ops: list[Op]) -> list[Op]:
             last[number] = max(last.get(number, at), until)
     ends: dict[int, list[int]] = defaultdict(list)
     for number, at in last.items():
-        if number not in kept:
+        if number not in kept_values:
             ends[at].append(number)
     return list(_with_frees(ops, ends))
 

@@ -89,7 +89,7 @@ class State:
         self.loss_owners = loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
-        loaded = self.analysis.kept.loaded.values()
+        loaded = self.analysis.kept.loads.values()
         self.kept: dict[tuple[int, Holds], Tensor] = {
             key: self._initial(*key) if weights_of is None else weights_of.kept[key] for key in loaded
         }
@@ -279,7 +279,7 @@ class State:
 
     def give_back(self, number: int) -> None:
         """Free the memory of a kept weight until a new weight arrives there."""
-        key = self.analysis.kept.loaded[number]
+        key = self.analysis.kept.loads[number]
         memory = self.kept[key].untyped_storage()
         self._given_back[key] = memory.nbytes()
         memory.resize_(0)

@@ -94,7 +94,7 @@ class Analysis:
         written = {kept.memory_of(*key) for key in self.stepped_at}
         return {
             ended[number]: number
-            for number, key in kept.loaded.items()
+            for number, key in kept.loads.items()
             if key in arriving - written and not kept.place_of[key] and number in ended
             if self.tape[ended[number]].kind is OpKind.FREE
         }

@@ -78,13 +78,13 @@ def place(order: Ordering, kind: OpKind, number: int = 0) -> int:
 
 def forget(order: Ordering, first: int, second: int) -> None:
     """Leave out that one op comes after another."""
-    order.needs.before[second].remove(first)
-    order.needs.after[first].remove(second)
+    order.needs.predecessors[second].remove(first)
+    order.needs.successors[first].remove(second)
 
 
 def read_before_its_wait(order: Ordering) -> None:
     forward = place(order, OpKind.FORWARD)
-    (wait,) = [at for at in order.needs.before[forward] if order.needs.tape[at].kind is OpKind.WAIT]
+    (wait,) = [at for at in order.needs.predecessors[forward] if order.needs.tape[at].kind is OpKind.WAIT]
     forget(order, wait, forward)
     order.start_before(forward, wait)
 
@@ -92,7 +92,7 @@ def read_before_its_wait(order: Ordering) -> None:
 def freed_before_it_is_read(order: Ordering) -> None:
     tape = order.needs.tape
     free = place(order, OpKind.FREE)
-    (read,) = [at for at in order.needs.before[free] if tape[at].kind in (OpKind.FORWARD, OpKind.BACKWARD)]
+    (read,) = [at for at in order.needs.predecessors[free] if tape[at].kind in (OpKind.FORWARD, OpKind.BACKWARD)]
     forget(order, read, free)
     order.start_at_once(place(order, OpKind.UPDATE))
 

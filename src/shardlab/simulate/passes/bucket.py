@@ -85,8 +85,8 @@ def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
 
 def _after(order: Ordering, at: int, first: int) -> bool:
     """Return whether a gather depends on an op after the first gather of its bucket."""
-    channel = {first, *order.needs.after[first]}
-    return any(other > first and other not in channel for other in order.needs.before[at])
+    channel = {first, *order.needs.successors[first]}
+    return any(other > first and other not in channel for other in order.needs.predecessors[at])
 
 
 def _issued_together(tape: list[Op], together: Sequence[Sequence[int]]) -> list[Op]:

@@ -56,7 +56,7 @@ def _first(checked: Checked, rank: int, count: int) -> list[int]:
     left = {key for number, key in kept.final.items() if not specs[number].form.place}
     found: dict[tuple[int, object], int] = {}
     for at, op in enumerate(tape):
-        if op.kind is ALL_GATHER and kept.loaded.get(op.inputs[0]) in left:
+        if op.kind is ALL_GATHER and kept.loads.get(op.inputs[0]) in left:
             form = specs[op.outputs[0]].form
             if (form.layer, form.holds) not in kept.place_of and not form.dtype:
                 found.setdefault((form.layer, form.holds), at)
@@ -75,7 +75,7 @@ def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> t
     waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}
     ready = {number: waits.get(op.handle, at) for at, op in enumerate(tape) for number in op.outputs}
     batches, specs = batches_of(tape), dict(specs)
-    given = {at: new[kept.loaded[tape[at].inputs[0]]] for at in chosen}
+    given = {at: new[kept.loads[tape[at].inputs[0]]] for at in chosen}
     puts: dict[int, list[Op]] = defaultdict(list)  # index of an op -> new ops after it
     ends: list[Op] = []
     for values, at in enumerate(sorted(chosen), max(specs, default=-1) + 1):

@@ -85,20 +85,20 @@ class Ordering:
     def _raise(self, at: int, place: float) -> None:
         if place < self._raised.get(at, self._places[at]):
             self._raised[at] = place
-            for other in self.needs.before[at]:
+            for other in self.needs.predecessors[at]:
                 if other in self._follows:
                     self._raise(other, place)
 
     def _ready(self, at: int) -> float:
         """Return the position of the last op on which an op depends, except those that move with it."""
-        needed = self.needs.before[at]
+        needed = self.needs.predecessors[at]
         return max((self._ready(each) if each in self._follows else self.place(each) for each in needed), default=-1.0)
 
     def tape(self) -> list[Op]:
         """Return the tape in its new order."""
         if not self._raised and not self._sunk:
             return list(self._tape)
-        tape, before, after = self._tape, self.needs.before, self.needs.after
+        tape, before, after = self._tape, self.needs.predecessors, self.needs.successors
         latest = [float(len(tape))] * len(tape)  # position of the first op that needs each op
         for at in reversed(range(len(tape))):
             for other in after[at]:
@@ -178,7 +178,7 @@ def _wish_defer(checked: Checked, ahead: int, order: Ordering) -> None:
 
 def _updates(order: Ordering, awaited: int) -> Iterator[int]:
     """Yield the updates that read an op's result, directly or through `LIGHT` ops."""
-    for at in order.needs.after[awaited]:
+    for at in order.needs.successors[awaited]:
         kind = order.needs.tape[at].kind
         if kind is OpKind.UPDATE:
             yield at

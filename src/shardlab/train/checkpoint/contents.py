@@ -117,7 +117,7 @@ def weight_keys(checked: Checked, rank: int) -> list[Key]:
     """Return the slices of weights that a rank keeps: those that it loads, and those that its optimizer alone keeps."""
     weights = KeptWeights(checked.program.tapes[rank], checked.specs[rank])
     updated = slices_of(checked, rank, OpKind.UPDATE)
-    return [*dict.fromkeys(weights.loaded.values()), *(key for key in updated if weights.memory_of(*key) is None)]
+    return [*dict.fromkeys(weights.loads.values()), *(key for key in updated if weights.memory_of(*key) is None)]
 
 
 def make_moments(state: State, updates: int) -> None:
