@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 400,
     "check": 2285,
-    "cli": 8380,
+    "cli": 8385,
     "common": 1065,
     "draw": 1740,
     "execute": 3740,

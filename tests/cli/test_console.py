@@ -545,6 +545,8 @@ def test_counts_are_at_least_one_which_one_sentence_says(arguments: str, sentenc
     [
         ("simulate fsdp --rankz 4", "there is no option --rankz; did you mean --ranks?"),
         (f"train --strategy ddp --data {'x' * 300}", "is too long for the name of a file; give the path of a file"),
+        ("simulate fsdp --svg a/out.png", "--svg a/out.png: a drawing is an SVG file; give a/out.svg"),
+        ("devices", "there is no command 'devices'; did you mean clusters?"),
         ("simulate --strategy fsdp", "there is no option --strategy; give its value alone"),
         ("doctor --foo", "there is no option --foo; --help lists them"),
         ("simulate fsdp ddp", "unexpected argument 'ddp'"),

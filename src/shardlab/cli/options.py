@@ -156,6 +156,8 @@ class Pictures:
             raise UserError("--force replaces files, but no file is written; give --svg or --trace, or leave it out")
         if self.color_by == "layer" and self.svg is None:
             raise UserError("--color-by is for a drawing; give --svg FILE, or leave it out")
+        if self.svg is not None and self.svg.suffix in (".png", ".pdf", ".jpg"):
+            raise UserError(f"--svg {self.svg}: a drawing is an SVG file; give {self.svg.with_suffix('.svg')}")
         check_new_file("--svg", self.svg, example, force=self.force)
         check_new_file("--trace", self.trace, "trace.json", force=self.force)
         if self.svg is not None and self.trace is not None and self.svg.resolve() == self.trace.resolve():
