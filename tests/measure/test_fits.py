@@ -56,7 +56,7 @@ def test_one_point_on_a_busy_machine_moves_them_little(alpha: float, beta: float
     seconds = [alpha + beta * size for size in SIZES]
     found = alpha_beta(SIZES, [10 * time if i == late else time for i, time in enumerate(seconds)])
     others = [i for i in range(len(SIZES)) if i != late]
-    errors = FitErrors.between([found[0] + found[1] * SIZES[i] for i in others], [seconds[i] for i in others])
+    errors = FitErrors.compare([found[0] + found[1] * SIZES[i] for i in others], [seconds[i] for i in others])
     assert errors.median < 0.1
 
 
@@ -101,7 +101,7 @@ def test_constants_of_any_scale_are_found_again(constants: list[float]) -> None:
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
-    assert FitErrors.between([1.0, 3.0, 4.0], [1.0, 2.0, 5.0]) == FitErrors(0.2, 0.5, 3)
+    assert FitErrors.compare([1.0, 3.0, 4.0], [1.0, 2.0, 5.0]) == FitErrors(0.2, 0.5, 3)
 
 
 # From layers' times to kernels' rates, and back.

@@ -54,7 +54,7 @@ class CollectiveBench:
     overlap: bool = True
 
     @property
-    def each(self) -> float:
+    def seconds_per_measurement(self) -> float:
         """Seconds for each measurement of a point: the collective alone, and three kinds of rounds, short and long."""
         return self.seconds / (1 + 3 * len(COMPUTE_SECONDS)) if self.overlap else self.seconds
 
@@ -95,7 +95,7 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
         if rank == 0:
             append(file, point)
         for usual in COMPUTE_SECONDS if bench.overlap and kind != "send_recv" else ():
-            in_step = measure_overlap(world, team, kind, case, point.seconds, usual, bench.each)
+            in_step = measure_overlap(world, team, kind, case, point.seconds, usual, bench.seconds_per_measurement)
             if rank == 0:
                 append(file, in_step)
         progress.step()
@@ -116,7 +116,7 @@ def measure_case(
     for _ in range(WARM_UP):
         call()
     world.meet()
-    iterations = iterations_for(world.most(clock.seconds(call, 3)), bench.each)
+    iterations = iterations_for(world.max(clock.seconds(call, 3)), bench.seconds_per_measurement)
     times: list[float] = []
     for count in batches(iterations, BATCHES):
         world.meet()
@@ -158,38 +158,40 @@ def measure_overlap(
     """
     clock = Clock(world.device)
     rows, columns = PRODUCT[world.device.type]
-    a, square = (torch.ones(each, columns, device=world.device) for each in (rows, columns))
-    into = torch.empty_like(a)
+    a, square = (torch.ones(size, columns, device=world.device) for size in (rows, columns))
+    output = torch.empty_like(a)
 
     def compute(count: int) -> None:
         for _ in range(count):
-            torch.mm(a, square, out=into)
+            torch.mm(a, square, out=output)
 
-    def between(count: int) -> None:
+    def alternate(count: int) -> None:
         compute(count)
         case.start()()
 
-    def beside(count: int) -> None:
+    def overlap(count: int) -> None:
         wait = case.start()
         compute(count)
         wait()
 
-    def of_round(what: Callable[[int], None], cycles: int) -> float:
+    def time_rounds(run: Callable[[int], None], cycles: int) -> float:
         world.meet()
         clock.mark()
         for count in counts * cycles:
-            what(count)
+            run(count)
         clock.mark()
         return world.mean(clock.gaps()[0]) / (len(counts) * cycles)
 
     compute(2)
-    product = world.most(clock.seconds(lambda: compute(10), 5)) / 10
+    product = world.max(clock.seconds(lambda: compute(10), 5)) / 10
     usual = max(usual, alone)
     counts = [max(1, round(length / fmean(LENGTHS) * usual / product)) for length in LENGTHS]
     cycles = iterations_for(len(counts) * (usual + alone), seconds, at_least=1)
-    measured = [[of_round(what, each) for what in (compute, between, beside)] for each in batches(cycles, BATCHES)]
-    computing, waiting, together = (median(times) for times in zip(*measured, strict=True))
-    return OverlapPoint(kind, team.size, case.bytes, alone, computing, max(alone, waiting - computing), together)
+    measured = [
+        [time_rounds(run, count) for run in (compute, alternate, overlap)] for count in batches(cycles, BATCHES)
+    ]
+    computing, sequential, together = (median(times) for times in zip(*measured, strict=True))
+    return OverlapPoint(kind, team.size, case.bytes, alone, computing, max(alone, sequential - computing), together)
 
 
 Wait = Callable[[], Any]
@@ -234,14 +236,14 @@ class CollectiveCase:
         start: function that starts a call, and returns the function that waits for it.
         result: tensor of this rank's result; None if it has none.
         expected: correct result of the first call.
-        sent: tensor that every call overwrites, and whose values must not grow from call to call.
+        accumulator: tensor that every call overwrites, and whose values must not grow from call to call.
     """
 
     bytes: int
     start: Start
     result: Tensor | None
     expected: Tensor | None
-    sent: Tensor | None = None
+    accumulator: Tensor | None = None
 
     def wrong(self) -> int:
         """Call once, and count the wrong elements of this rank's result."""
@@ -249,8 +251,8 @@ class CollectiveCase:
         if self.result is None or self.expected is None:
             return 0
         wrong = int((self.result != self.expected).sum())
-        if self.sent is not None:
-            self.sent.zero_()
+        if self.accumulator is not None:
+            self.accumulator.zero_()
         return wrong
 
 
@@ -325,13 +327,13 @@ class MeasuringRanks:
         assert isinstance(group, dist.ProcessGroup)
         return Team(group, ranks, self.rank - first, self.device)
 
-    def most(self, number: float) -> float:
+    def max(self, number: float) -> float:
         """Return the largest of all ranks' numbers."""
-        return self._reduced(number, dist.ReduceOp.MAX)
+        return self._all_reduce(number, dist.ReduceOp.MAX)
 
     def sum(self, number: float) -> float:
         """Return the sum of all ranks' numbers."""
-        return self._reduced(number, dist.ReduceOp.SUM)
+        return self._all_reduce(number, dist.ReduceOp.SUM)
 
     def mean(self, number: float) -> float:
         """Return the mean of all ranks' numbers."""
@@ -343,9 +345,9 @@ class MeasuringRanks:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _reduced(self, number: float, how: dist.ReduceOp.RedOpType) -> float:
+    def _all_reduce(self, number: float, op: dist.ReduceOp.RedOpType) -> float:
         x = torch.tensor([number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(x, op=how)
+        dist.all_reduce(x, op=op)
         return float(x)
 
 

@@ -55,7 +55,7 @@ class FitErrors:
     points: int
 
     @classmethod
-    def between(cls, predicted: Sequence[float], measured: Sequence[float]) -> FitErrors:
+    def compare(cls, predicted: Sequence[float], measured: Sequence[float]) -> FitErrors:
         errors = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
         return cls(median(errors), max(errors), len(errors))
 
@@ -86,10 +86,11 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
         while True:
             trial = np.zeros(len(x))
             trial[free] = np.linalg.lstsq(scaled[:, free], target, rcond=None)[0]
-            below = free & (trial <= 0)
-            if not below.any():
+            nonpositive = free & (trial <= 0)
+            if not nonpositive.any():
                 break
-            step = float((x[below] / (x[below] - trial[below] + 1e-300)).min())  # the longest step that keeps x >= 0
+            # the longest step that keeps x >= 0
+            step = float((x[nonpositive] / (x[nonpositive] - trial[nonpositive] + 1e-300)).min())
             x += step * (trial - x)
             free &= x > 1e-14 * max(1.0, float(x.max()))
             x[~free] = 0
@@ -173,7 +174,7 @@ def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[st
 
 def rate_errors(points: Sequence[LayerPoint], rates: Rates) -> FitErrors:
     """Return the errors of rates on the points to which they were fitted."""
-    return FitErrors.between([predict(point, rates) for point in points], [point.seconds for point in points])
+    return FitErrors.compare([predict(point, rates) for point in points], [point.seconds for point in points])
 
 
 MOST_MISSED = 1 / 3
@@ -235,7 +236,7 @@ def fit_line(seconds_by_size: Mapping[int, float]) -> FittedLine:
 
 def line_errors(line: AlphaBeta, seconds: Mapping[int, float]) -> FitErrors:
     """Return the errors of a line on its points."""
-    return FitErrors.between([line.seconds(size) for size in seconds], [*seconds.values()])
+    return FitErrors.compare([line.seconds(size) for size in seconds], [*seconds.values()])
 
 
 def fit_contention(points: Sequence[OverlapPoint]) -> float:
@@ -261,7 +262,7 @@ def fit_lag(points: Sequence[OverlapPoint]) -> Lag:
     lag = Lag(min(1.0, share), median(point.lag for point in long))  # a rank waits at most until the other rank stops
     contention = fit_contention(points)
     parts = [
-        (point.lost - contention * min(point.compute, point.alone)) / lag.seconds(point.compute)
+        (point.lost_seconds - contention * min(point.compute, point.alone)) / lag.seconds(point.compute)
         for point in points
         if lag.seconds(point.compute)
     ]
@@ -345,7 +346,7 @@ class OverlapPoint:
         return self.communication - self.alone
 
     @property
-    def lost(self) -> float:
+    def lost_seconds(self) -> float:
         """Seconds by which products and collective together take longer than the longer one of the two alone."""
         return max(0.0, self.together - max(self.compute, self.alone))
 
@@ -356,7 +357,7 @@ class OverlapPoint:
         0: neither slows the other down. 1: they run one after the other. Above 1: the cores have more work than for
         both separately.
         """
-        return self.lost / min(self.compute, self.alone)
+        return self.lost_seconds / min(self.compute, self.alone)
 
 
 KernelWork = tuple[str, float, float]
@@ -548,9 +549,9 @@ class Subject:
         if op.kind in (OpKind.FORWARD, OpKind.LOSS):
             kernels += forward
         if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.LOSS):
-            kernels += [made for kernel in forward for made in kernel.backward_input()]
+            kernels += [gradient_kernel for kernel in forward for gradient_kernel in kernel.backward_input()]
         if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
-            kernels += [made for kernel in forward for made in kernel.backward_weight()]
+            kernels += [gradient_kernel for kernel in forward for gradient_kernel in kernel.backward_weight()]
         return tuple((families(kernel)[0], kernel.flops, kernel.elements * bytes) for kernel in kernels)
 
 

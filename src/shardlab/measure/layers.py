@@ -76,8 +76,8 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     alone = max(threads, threads_of([CpuShare.of_this_process()]))  # as a run on one rank does
     progress = Progress(len(plan), show=rank == 0)
     for processes, dtype, shape in plan:
-        what = "large products" if shape is None else f"width {shape.width}, {shape.rows} x {shape.tokens} tokens"
-        progress.say(f"{what}, {dtype}, {processes} at once")
+        shape_text = "large products" if shape is None else f"width {shape.width}, {shape.rows} x {shape.tokens} tokens"
+        progress.say(f"{shape_text}, {dtype}, {processes} at once")
         world.meet()
         crowd = Crowd(world, processes)
         torch.set_num_threads(alone if processes == 1 else threads)
@@ -127,10 +127,10 @@ def _peak(crowd: Crowd, dtype: str, budget: float) -> PeakPoint:
         products: list[Callable[[], Tensor]] = [partial(torch.mm, a, a, out=torch.empty_like(a))]
         if AVAILABLE and device.type == "cpu" and dtype == "float32":
             products.append(partial(onednn_linear, a, a))
-        for each in products:
-            each()
+        for product in products:
+            product()
             crowd.meet()
-            seconds = crowd.mean(min(clock.seconds(each, 1) for _ in range(5)))
+            seconds = crowd.mean(min(clock.seconds(product, 1) for _ in range(5)))
             best = max(best, (2.0 * size**3 / seconds, size))
         if seconds > budget:
             break
@@ -187,8 +187,8 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
         for op, took in zip(tape, step(), strict=True):
             by_key[_key_of(op)].append(took)
         by_key[ALL_UPDATES] = [sum(by_key[ALL_UPDATES])]
-        for key, each in by_key.items():
-            calls[key].append(each)
+        for key, op_seconds in by_key.items():
+            calls[key].append(op_seconds)
     ops: dict[OpKey, dict[int, Op]] = defaultdict(dict)
     for op in tape:
         if op.kind in MEASURED:
@@ -218,8 +218,8 @@ def _key_of(op: Op) -> OpKey:
 
 
 def _with_mark(run: Callable[[], None], clock: Clock) -> Callable[[], None]:
-    def timed() -> None:
+    def run_and_mark() -> None:
         run()
         clock.mark()
 
-    return timed
+    return run_and_mark

@@ -30,42 +30,42 @@ def plot_collectives(points: Sequence[Point], path: Path) -> None:
     with style():
         figure, axes = _panels(2, max(1, len(groups)))
         for column, ranks in enumerate(groups):
-            above, below = axes[0][column], axes[1][column]
+            time_axis, bandwidth_axis = axes[0][column], axes[1][column]
             of_group = [point for point in measured if point.ranks == ranks]
             for number, kind in enumerate(dict.fromkeys(point.kind for point in of_group)):
                 mine = [point for point in of_group if point.kind == kind]
                 sizes = [point.bytes for point in mine]
                 color, mark = f"C{number}", MARKS[number % len(MARKS)]
-                above.plot(sizes, [point.seconds for point in mine], mark, ms=3.5, color=color, label=kind)
-                above.plot(sizes, [lines[kind, ranks].line.seconds(size) for size in sizes], lw=0.8, color=color)
+                time_axis.plot(sizes, [point.seconds for point in mine], mark, ms=3.5, color=color, label=kind)
+                time_axis.plot(sizes, [lines[kind, ranks].line.seconds(size) for size in sizes], lw=0.8, color=color)
                 bus = [point.bus_bandwidth / GIGA for point in mine]
-                below.plot(sizes, bus, marker=mark, ms=3.5, lw=0.8, color=color)
-            above.set(title=f"{ranks} ranks", ylabel="seconds (lines: fit)", xscale="log", yscale="log")
-            above.legend(frameon=False, fontsize=6)
-            below.set(ylabel="bus bandwidth, GB/s", xlabel="size", xscale="log", yscale="log")
-            for each in (above, below):
-                _ticks(each.set_xticks, [point.bytes for point in of_group], size_text)
+                bandwidth_axis.plot(sizes, bus, marker=mark, ms=3.5, lw=0.8, color=color)
+            time_axis.set(title=f"{ranks} ranks", ylabel="seconds (lines: fit)", xscale="log", yscale="log")
+            time_axis.legend(frameon=False, fontsize=6)
+            bandwidth_axis.set(ylabel="bus bandwidth, GB/s", xlabel="size", xscale="log", yscale="log")
+            for axis in (time_axis, bandwidth_axis):
+                _ticks(axis.set_xticks, [point.bytes for point in of_group], size_text)
         save_figure(figure, path)
 
 
 def plot_compute(points: Sequence[Point], path: Path) -> None:
     """Draw FLOP/s over FLOPs by layer, with a panel for forward and one for backward passes."""
     layers = [point for point in points if isinstance(point, LayerPoint) and point.flops]
-    most = max((point.processes for point in layers), default=1)
+    processes = max((point.processes for point in layers), default=1)
     with style():
         figure, axes = _panels(1, 2)
         for axis, op in zip(axes[0], ("forward", "backward"), strict=True):
-            mine = [point for point in layers if point.op == op and point.processes == most]
+            mine = [point for point in layers if point.op == op and point.processes == processes]
             for number, layer in enumerate(dict.fromkeys(point.layer for point in mine)):
                 of_layer = [point for point in mine if point.layer == layer]
                 reached = [point.flops / point.seconds / GIGA for point in of_layer]
                 mark = MARKS[number % len(MARKS)]
                 axis.plot([point.flops for point in of_layer], reached, mark, ms=3.5, label=layer)
             for peak in points:
-                if isinstance(peak, PeakPoint) and peak.processes == most:
+                if isinstance(peak, PeakPoint) and peak.processes == processes:
                     axis.axhline(peak.flops / GIGA, lw=0.8, color="0.5")
                     axis.annotate(f"peak, {peak.dtype}", (0.02, peak.flops / GIGA), xycoords=("axes fraction", "data"))
-            axis.set(title=f"{op}, {most} at once", xlabel="FLOPs", ylabel="GFLOP/s", xscale="log", yscale="log")
+            axis.set(title=f"{op}, {processes} at once", xlabel="FLOPs", ylabel="GFLOP/s", xscale="log", yscale="log")
             axis.legend(frameon=False, fontsize=6)
         save_figure(figure, path)
 
@@ -102,9 +102,9 @@ def _panels(rows: int, columns: int) -> tuple[Figure, Any]:
 
 
 def _ticks(set_ticks: Callable[..., Any], sizes: Sequence[int], text: Callable[[float], str]) -> None:
-    shown = sorted(set(sizes))
-    shown = shown[:: max(1, len(shown) // 5)]
-    set_ticks(shown, [text(size) for size in shown])
+    ticks = sorted(set(sizes))
+    ticks = ticks[:: max(1, len(ticks) // 5)]
+    set_ticks(ticks, [text(size) for size in ticks])
     set_ticks([], minor=True)
 
 

@@ -56,17 +56,17 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
     lines = {key: fitted.line for key, fitted in fit_lines(points).items()}
     messages = lines.pop(("send_recv", 2), profile.messages)
     profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
-    beside = [point for point in points if isinstance(point, OverlapPoint)]
-    if beside:
-        profile = replace(profile, contention=fit_contention(beside), lag=fit_lag(beside))
+    overlaps = [point for point in points if isinstance(point, OverlapPoint)]
+    if overlaps:
+        profile = replace(profile, contention=fit_contention(overlaps), lag=fit_lag(overlaps))
     fastest = [point for point in points if isinstance(point, PeakPoint)]
     measured = {(point.dtype, point.processes): FastestProduct(point.flops, point.threads) for point in fastest}
     profile = replace(profile, peaks={**profile.peaks, **measured})
     layers = [point for point in points if isinstance(point, LayerPoint)]
     if not layers:
         return profile
-    most = max(point.processes for point in layers)
-    kernels = fit_kernels([point for point in layers if point.processes == most])
+    max_processes = max(point.processes for point in layers)
+    kernels = fit_kernels([point for point in layers if point.processes == max_processes])
     alone = fit_kernels([point for point in layers if point.processes == 1])
     return replace(
         profile,
@@ -93,18 +93,18 @@ def profile_to_update(path: Path | None = None) -> Profile | None:
     Raises:
         UserError: if `path` is given and the file has other contents.
     """
-    named = path is not None and path.exists()
+    has_file = path is not None and path.exists()
     try:
         old = Profile.read(path)
     except UserError:
-        if named:
+        if has_file:
             raise
         return None
-    if old.machine == (here := this_machine()):
+    if old.machine == (machine := this_machine()):
         return old
-    if named:
+    if has_file:
         raise UserError(
-            f"{path} is from another machine: {differences(old.machine, here)}; give --profile another file"
+            f"{path} is from another machine: {differences(old.machine, machine)}; give --profile another file"
         )
     return None
 

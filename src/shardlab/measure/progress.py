@@ -33,7 +33,7 @@ class Progress:
 
     def __init__(self, total: int, show: bool = True) -> None:
         console = Console(file=sys.stderr)
-        self._total, self._done, self._text = total, 0, ""
+        self._total, self._count, self._text = total, 0, ""
         self._pipe = show and not console.is_terminal
         self._bar = RichProgress(
             MofNCompleteColumn(),
@@ -55,10 +55,10 @@ class Progress:
 
     def step(self) -> None:
         """Count one measurement."""
-        self._done += 1
-        self._bar.update(self._task, completed=self._done)
-        if self._pipe and (self._done % max(1, self._total // PIPE_LINES) == 0 or self._done == self._total):
-            print(f"{self._done:>5}/{self._total}  {self._text}", file=sys.stderr, flush=True)
+        self._count += 1
+        self._bar.update(self._task, completed=self._count)
+        if self._pipe and (self._count % max(1, self._total // PIPE_LINES) == 0 or self._count == self._total):
+            print(f"{self._count:>5}/{self._total}  {self._text}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         self._bar.stop()
@@ -89,15 +89,15 @@ class Race:
     data: Sequence[DataSource] = ()
     init: Path | None = None
 
-    def going_on(self, running: Sequence[int], times: Sequence[Sequence[float]]) -> list[int]:
+    def select_jobs(self, active: Sequence[int], times: Sequence[Sequence[float]]) -> list[int]:
         """Return the indices of the jobs that run in the next round.
 
         Args:
-            running: indices of the jobs that ran in the last round.
+            active: indices of the jobs that ran in the last round.
             times: seconds of each job's steps so far.
         """
         far = DROP_FACTORS.get(max(map(len, times)))
         if far is None:
-            return [*running]
-        least = min(median(each) for each in times)
-        return [at for at in running if at in self.always or median(times[at]) < far * least]
+            return [*active]
+        fastest = min(median(job_times) for job_times in times)
+        return [at for at in active if at in self.always or median(times[at]) < far * fastest]

@@ -28,7 +28,7 @@ SAMPLE = {"tensor-parallel", "zb-v"}
 
 
 @pytest.mark.parametrize(
-    "name", sampled((name for name, pair in PAIRS.items() if pair.least == 2), SAMPLE.__contains__)
+    "name", sampled((name for name, pair in PAIRS.items() if pair.min_ranks == 2), SAMPLE.__contains__)
 )
 def test_both_sides_of_a_pair_have_one_loss(ranks: Worlds, name: str) -> None:
     found = compared(ranks, name, "shared")

@@ -92,14 +92,14 @@ def host_facts(rank: int, ranks: int, *, write: bool) -> HostFacts:
     from shardlab.train.launch.environment import launcher_of, usable_cpus
     from shardlab.train.world import versions
 
-    there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
+    backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
     speed, error = _write_speed() if write else (None, None)
     return HostFacts(
         rank=rank,
         host=socket.gethostname(),
         ranks=ranks,
         versions=versions(),
-        distributed=tuple(name for name, available in there.items() if available()),
+        distributed=tuple(name for name, available in backends.items() if available()),
         cuda=torch.version.cuda,
         gpus=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
         driver=NVIDIA.exists(),

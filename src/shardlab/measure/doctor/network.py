@@ -136,12 +136,12 @@ class SmokeResult:
     def failures(self) -> list[str]:
         """Return a sentence for each failure."""
         failures: list[str] = []
-        for each in self.trained:
-            if not each.verdict.ok:
-                failures.append(f"{each.strategy} is {max(each.verdict.all):.1e} from one device")
-            if each.unequal:
+        for run in self.trained:
+            if not run.verdict.ok:
+                failures.append(f"{run.strategy} is {max(run.verdict.all):.1e} from one device")
+            if run.unequal:
                 failures.append(
-                    f"{each.strategy}: rank {', '.join(map(str, each.unequal))} has other weights than its replica"
+                    f"{run.strategy}: rank {', '.join(map(str, run.unequal))} has other weights than its replica"
                 )
         if self.all_reduce is not None and self.all_reduce.wrong:
             failures.append(f"an all-reduce gave {self.all_reduce.wrong} wrong numbers")
@@ -166,7 +166,7 @@ def smoke_rank(rank: int, device: torch.device, strategies: Sequence[str]) -> Sm
         unequal: list[int] = []
         job = smoke_job(strategy, world)
         verdict = verify_rank(
-            rank, device, job, STEPS, groups, trained=lambda state, found=unequal: found.extend(_unequal_ranks(state))
+            rank, device, job, STEPS, groups, trained=lambda state, odd=unequal: odd.extend(_unequal_ranks(state))
         )
         trained.append(SmokeRun(strategy, verdict, unequal))
     point = None
@@ -221,8 +221,8 @@ def _links(facts: WorldFacts) -> CheckResult:
     text = f"latency {1e6 * median(link.latency for link in facts.links):,.0f} us, {usual / 1e9:.2f} GB/s"
     if len(facts.links) > 1:
         names = [facts.hosts[rank].host for rank in (slowest.first, slowest.second)]
-        between = "on one host" if names[0] == names[1] else f"{names[0]} to {names[1]}"
-        text += f"; slowest {slowest.bandwidth / 1e9:.2f} GB/s: ranks {slowest.first}-{slowest.second}, {between}"
+        hosts_text = "on one host" if names[0] == names[1] else f"{names[0]} to {names[1]}"
+        text += f"; slowest {slowest.bandwidth / 1e9:.2f} GB/s: ranks {slowest.first}-{slowest.second}, {hosts_text}"
     if slowest.bandwidth * SLOWER < usual:
         return "warning", text, "look at that link; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the interface"
     return text
@@ -238,9 +238,9 @@ WORLD_CHECKS: dict[str, Callable[[WorldFacts], CheckResult]] = {
 
 def check_world(facts: WorldFacts) -> Iterator[Finding]:
     """Yield the findings of each host once, and then those of the world."""
-    several = len({each.host for each in facts.hosts}) > 1
-    firsts = {each.host: each for each in reversed(facts.hosts)}  # the first rank of each host
-    for host in sorted(firsts.values(), key=lambda each: each.rank):
+    several = len({rank_facts.host for rank_facts in facts.hosts}) > 1
+    firsts = {rank_facts.host: rank_facts for rank_facts in reversed(facts.hosts)}  # the first rank of each host
+    for host in sorted(firsts.values(), key=lambda rank_facts: rank_facts.rank):
         yield from check_host(host, host.host if several else "")
     for name, check in WORLD_CHECKS.items():
         yield finding(name, check(facts))
@@ -274,12 +274,12 @@ def _clock_offset(rank: int, device: torch.device) -> float:
                 dist.recv(now, other)
                 dist.send(now.fill_(time.time()), other)
             elif rank == other:
-                sent = time.time()
+                send_time = time.time()
                 dist.send(now, 0)
                 dist.recv(now, 0)
-                took = time.time() - sent
+                took = time.time() - send_time
                 if took < best:
-                    best, ahead = took, sent + took / 2 - float(now)
+                    best, ahead = took, send_time + took / 2 - float(now)
     return ahead
 
 

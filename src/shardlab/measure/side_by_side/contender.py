@@ -129,14 +129,14 @@ ADAMW: dict[str, Any] = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.betas
 
 def groups_of(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer: matrices decay, biases and norms do not."""
-    matrices = [each for each in parameters if each.dim() > 1]
-    others = [each for each in parameters if each.dim() < 2]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
     return [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def adamw(*parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     """Return fused AdamW of one or more sequences of parameters. Each sequence has separate groups."""
-    return torch.optim.AdamW([group for each in parameters for group in groups_of(each)], **ADAMW)
+    return torch.optim.AdamW([group for sequence in parameters for group in groups_of(sequence)], **ADAMW)
 
 
 DISTINCT_STEPS = 8
@@ -168,11 +168,11 @@ class DrawnBatches:
             x, targets = torch.randint(vocab_size, shape, generator=make_generator("bench", step, microbatch))
             return x, targets
 
-        self._drawn = [[draw(step, m) for m in range(microbatches)] for step in range(DISTINCT_STEPS)]
+        self._microbatches_by_step = [[draw(step, m) for m in range(microbatches)] for step in range(DISTINCT_STEPS)]
 
     def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
         """Return tokens and targets, (micro_batch_size, tokens), int64."""
-        return self._drawn[step % DISTINCT_STEPS][microbatch]
+        return self._microbatches_by_step[step % DISTINCT_STEPS][microbatch]
 
     def counted(self, step: int, microbatches: int, /) -> int:
         """Return the number of targets of a step."""
@@ -180,7 +180,7 @@ class DrawnBatches:
 
     def whole(self, step: int) -> tuple[Tensor, Tensor]:
         """Return all microbatches of a step, concatenated."""
-        tokens, targets = zip(*self._drawn[step % DISTINCT_STEPS], strict=True)
+        tokens, targets = zip(*self._microbatches_by_step[step % DISTINCT_STEPS], strict=True)
         return torch.cat(tokens), torch.cat(targets)
 
 
@@ -207,7 +207,7 @@ class Loop:
     at: int = 0
 
     def step(self) -> Tensor:
-        x, targets = (each.to(self.device) for each in self.batches.microbatch(self.at, self.microbatch))
+        x, targets = (tensor.to(self.device) for tensor in self.batches.microbatch(self.at, self.microbatch))
         loss = self.loss(x, targets)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -246,7 +246,7 @@ class LowerBound:
 
     def __init__(self, model: GPT, modules: list[GPTModule], rows: int, microbatches: int, one_in: int = 1) -> None:
         self.modules, self._microbatches = modules, microbatches
-        parameters = [each for module in modules for each in module.parameters()]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
         device = parameters[0].device
         shape = rows, model.seq_len, model.hidden_size
         self._tokens = torch.randint(model.vocab_size, shape[:2], device=device)
@@ -254,7 +254,7 @@ class LowerBound:
         self._gradient = torch.randn(shape, device=device)
         leaves = parameters
         if one_in > 1:
-            leaves = [each.detach().flatten()[: -(-each.numel() // one_in)] for each in parameters]
+            leaves = [parameter.detach().flatten()[: -(-parameter.numel() // one_in)] for parameter in parameters]
             for leaf in leaves:
                 leaf.grad = torch.zeros_like(leaf)
         self.optimizer = adamw(leaves)

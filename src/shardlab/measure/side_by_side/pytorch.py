@@ -162,8 +162,8 @@ def tensor_parallel(module: GPTModule, ranks: TorchRanks) -> torch.optim.Optimiz
         assert isinstance(block, Block)
         _cut(block, mesh, ranks.count)
     parameters = list(module.parameters())
-    cut = [each for each in parameters if isinstance(each, DTensor)]
-    whole = [each for each in parameters if not isinstance(each, DTensor)]
+    cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     return adamw(cut, whole)
 
 
@@ -221,12 +221,12 @@ class Pipeline:
             if pair.name in ONE_STAGE
             else MORE_STAGES[pair.name](stages, MICROBATCHES, loss_of)
         )
-        self._optimizer = adamw([each for module in self.modules for each in module.parameters()])
+        self._optimizer = adamw([parameter for module in self.modules for parameter in module.parameters()])
         self._first, self._last = 0 in mine, count - 1 in mine
         self._batches, self._device, self._at = batches, device, 0
 
     def step(self) -> Tensor:
-        x, targets = (each.to(self._device) for each in self._batches.whole(self._at))
+        x, targets = (tensor.to(self._device) for tensor in self._batches.whole(self._at))
         losses: list[Tensor] = []
         arguments = (x,) if self._first else ()
         keywords = {"target": targets, "losses": losses} if self._last else {}

@@ -204,7 +204,7 @@ class StrategyPair:
         name: name of our strategy.
         theirs, api: name and full path of PyTorch's counterpart.
         family: kind of parallelism.
-        least: smallest number of ranks at which the strategy differs from those of other pairs.
+        min_ranks: smallest number of ranks at which the strategy differs from those of other pairs.
         replicas: number of copies of the optimizer state, each sharded over its ranks (None: every rank has the whole
             state).
         stages: pipeline stages of each rank.
@@ -215,7 +215,7 @@ class StrategyPair:
     theirs: str
     api: str
     family: Family
-    least: int = 2
+    min_ranks: int = 2
     replicas: int | None = None
     stages: int = 1
     passes: str = "none"
@@ -248,8 +248,8 @@ class StrategyPair:
 
     def why_not(self, size: Size, ranks: int) -> str:
         """Return the reason why the pair cannot run with this size on `ranks` ranks; empty if it can."""
-        if ranks < self.least:
-            return f"two replicas of two shards need {self.least} ranks: give --ranks {self.least}"
+        if ranks < self.min_ranks:
+            return f"two replicas of two shards need {self.min_ranks} ranks: give --ranks {self.min_ranks}"
         if self.family == "data" and size.sequences % ranks:
             return f"{size.sequences} sequences do not divide among {ranks} ranks"
         if self.family == "tensor" and size.model.heads % ranks:
@@ -268,7 +268,7 @@ PAIRS = {
         ),
         StrategyPair("zero-3", "FSDP2", "torch.distributed.fsdp.fully_shard", "data", replicas=1),
         StrategyPair("fsdp", "FSDP2", "torch.distributed.fsdp.fully_shard", "data", replicas=1),
-        StrategyPair("hsdp", "FSDP2, 2-D mesh", "torch.distributed.fsdp.fully_shard", "data", least=4, replicas=2),
+        StrategyPair("hsdp", "FSDP2, 2-D mesh", "torch.distributed.fsdp.fully_shard", "data", min_ranks=4, replicas=2),
         StrategyPair("tensor-parallel", "DTensor", "torch.distributed.tensor.parallel.parallelize_module", "tensor"),
         StrategyPair("gpipe", "GPipe", "torch.distributed.pipelining.ScheduleGPipe", "pipeline"),
         StrategyPair("1f1b", "1F1B", "torch.distributed.pipelining.Schedule1F1B", "pipeline"),

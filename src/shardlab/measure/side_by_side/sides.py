@@ -106,13 +106,13 @@ def side_makers(
 
 def lower_bound_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> LowerBound:
     """Return the contender that computes a rank's share of the work without communication."""
-    model, every = size.model, range(size.model.layers)
+    model, all_layers = size.model, range(size.model.layers)
     rows = pair.job(size, ranks).micro_batch_size
     if pair.family == "pipeline":
         stages = stages_of(pair, size, ranks, rank).values()
         return LowerBound(model, [GPTModule(model, layers).to(device) for layers in stages], rows, MICROBATCHES)
     slices = ranks if pair.family == "tensor" else 1
-    modules = [GPTModule(model, every, slices).to(device)]
+    modules = [GPTModule(model, all_layers, slices).to(device)]
     return LowerBound(model, modules, rows, 1, one_in=pair.shards(ranks))
 
 
@@ -155,8 +155,8 @@ def find_transport(device: torch.device, transport: str = "") -> str:
 
 def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Comparison:
     """Create all sides by the functions in `makes`, alternate their steps, and return the comparison."""
-    timed, losses = take_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
-    return Comparison(timed["ours"], timed["theirs"], timed["plain"], losses["ours"], losses["theirs"])
+    sides, losses = take_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
+    return Comparison(sides["ours"], sides["theirs"], sides["plain"], losses["ours"], losses["theirs"])
 
 
 @kernel_choices({})
@@ -189,13 +189,13 @@ def take_turns(
             seconds[side].append(took)
             computing[side].append(computed)
 
-    def over_ranks(numbers: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+    def over_ranks(numbers: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.all_reduce(total, how)
+        dist.all_reduce(total, op)
         return total.tolist()
 
     ranks = dist.get_world_size()
-    timed = {
+    sides = {
         side: Side(
             over_ranks(seconds[side], dist.ReduceOp.MAX),
             [total / ranks for total in over_ranks(computing[side], dist.ReduceOp.SUM)],
@@ -203,7 +203,7 @@ def take_turns(
         )
         for side in makes
     }
-    return timed, {side: _mean_losses(losses[side]) for side in makes}
+    return sides, {side: _mean_losses(losses[side]) for side in makes}
 
 
 def _time_step(contender: Contender, device: torch.device) -> tuple[Tensor, float, float]:
@@ -238,7 +238,7 @@ class PassTurns:
     @property
     def loss_error(self) -> float:
         """Largest relative difference of a loss from that of the program without passes."""
-        return max(loss_difference(each, self.losses[0]) for each in self.losses)
+        return max(loss_difference(losses, self.losses[0]) for losses in self.losses)
 
     @property
     def agrees(self) -> bool:
@@ -248,7 +248,7 @@ class PassTurns:
     @property
     def gains(self) -> list[Spread]:
         """Share of a step that each pass saves, relative to the variant before it in the same turn."""
-        return [gain(after, before) for before, after in pairwise(self.sides)]
+        return [gain(side, previous) for previous, side in pairwise(self.sides)]
 
     @property
     def gain(self) -> Spread:
@@ -256,9 +256,9 @@ class PassTurns:
         return gain(self.sides[-1], self.sides[0])
 
 
-def gain(after: Side, before: Side) -> Spread:
+def gain(side: Side, previous: Side) -> Spread:
     """Return the share by which one side's steps are shorter than another's in the same turn."""
-    return spread_of([1 - a / b for a, b in zip(after.seconds, before.seconds, strict=True)])
+    return spread_of([1 - a / b for a, b in zip(side.seconds, previous.seconds, strict=True)])
 
 
 def time_passes_rank(
@@ -277,11 +277,12 @@ def time_passes_rank(
     ranks = dist.get_world_size()
     transport = find_transport(device)
     makes = {
-        each: side_makers(replace(pair, passes=each), size, ranks, rank, device, transport)["ours"] for each in passes
+        variant: side_makers(replace(pair, passes=variant), size, ranks, rank, device, transport)["ours"]
+        for variant in passes
     }
     orders = [passes, passes[::-1]]
     sides, losses = take_turns(makes, orders, turns, device)
-    return PassTurns([sides[each] for each in passes], [losses[each] for each in passes])
+    return PassTurns([sides[variant] for variant in passes], [losses[variant] for variant in passes])
 
 
 @kernel_choices({})
@@ -296,28 +297,28 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
     world, groups = MeasuringRanks(rank, device), Groups()
     began = time.perf_counter()
     executors = [_executor(job, world, groups, turns) for job in jobs]
-    running = list(range(len(jobs)))
-    for at in running:
+    active = list(range(len(jobs)))
+    for at in active:
         executors[at].step()  # allocates memory, and opens connections
     choose_products(device)
     times: list[list[float]] = [[] for _ in jobs]
     for number in range(turns.rounds):
-        for at in running[:: 1 if number % 2 else -1]:
+        for at in active[:: 1 if number % 2 else -1]:
             executors[at].step()
             world.meet()
             start = time.perf_counter()
             executors[at].step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times[at].append(world.most(time.perf_counter() - start))
-        running = turns.going_on(running, times)
-        if world.most(time.perf_counter() - began) > turns.seconds:
+            times[at].append(world.max(time.perf_counter() - start))
+        active = turns.select_jobs(active, times)
+        if world.max(time.perf_counter() - began) > turns.seconds:
             break
     if device.type == "cuda":  # later measurements in this process count memory from here
         executors.clear()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return [median(each) for each in times]
+    return [median(job_times) for job_times in times]
 
 
 def _executor(job: Job, world: MeasuringRanks, groups: Groups, turns: Race) -> Executor:
