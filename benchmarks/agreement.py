@@ -150,7 +150,7 @@ def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
     checked = job.checked()
     prices = ClusterPrices(job.cut, job.micro_batch_size, cluster.at_work(job.ranks), PRECISIONS["fp32"])
     predicted = estimate(checked, prices)
-    run_ranks(job.ranks, trace_rank, job, folder, Tracing(timed=timed))
+    run_ranks(job.ranks, trace_rank, job, folder, Tracing(timed_steps=timed))
     measured = read_trace(folder).measured(checked)
     compared = compare(measured, predicted.timeline())
     rank = max(range(job.ranks), key=lambda rank: sum(measured.live[rank].values()))

@@ -29,7 +29,7 @@ CODE_LINES = {
     "planner": 4100,
     "simulate": 7420,
     "strategies": 2760,
-    "train": 8955,
+    "train": 8990,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

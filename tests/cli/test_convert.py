@@ -87,7 +87,7 @@ def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Cap
 
 def test_an_export_knows_which_token_ends_a_document_and_has_every_file_of_its_tokenizer(folder: Path) -> None:
     beside = {"added_tokens.json": b"{}", "chat_template.jinja": b"{{ messages }}", "special_tokens_map.json": b"{}"}
-    tokenizer = HuggingFace(HuggingFace.train(["to be or not"], 260).files()["tokenizer.json"], beside=beside)
+    tokenizer = HuggingFace(HuggingFace.train(["to be or not"], 260).files()["tokenizer.json"], companions=beside)
     model = GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=tokenizer.vocab_size)
     random_run(folder / "words", model, tokenizer=tokenizer)
     assert main(["convert", "words", "hf"]) == 0

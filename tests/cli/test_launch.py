@@ -133,7 +133,7 @@ async def start_and_terminate(*words, **options):
     return started[-1]
 
 asyncio.create_subprocess_exec = start_and_terminate
-print(run_command(["sleep", "100000"], 2, bound=False).asked, [process.returncode for process in started])
+print(run_command(["sleep", "100000"], 2, bound=False).signal, [process.returncode for process in started])
 """
 
 

@@ -74,7 +74,7 @@ def die_while_traced(rank: int, device: torch.device, job: Job, folder: Path) ->
     corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers), observer=die)
-    tracer = TracedExecutor(executor, job, folder, Tracing(warm_up=1, timed=3, measured=1))
+    tracer = TracedExecutor(executor, job, folder, Tracing(warm_up=1, timed_steps=3, measured_steps=1))
     for _ in range(5):
         tracer.step()
 

@@ -84,7 +84,7 @@ def test_the_current_activity_is_shown_with_the_step(capsys: pytest.CaptureFixtu
 
 
 def test_a_resumed_run_begins_at_the_step_of_its_checkpoint() -> None:
-    assert live(TrainingProgress(350, console=terminal(80), done=346), 80)[0] == "step   346/350  starting"
+    assert live(TrainingProgress(350, console=terminal(80), past_steps=346), 80)[0] == "step   346/350  starting"
 
 
 @pytest.mark.parametrize("width", [80, None], ids=["terminal", "pipe"])

@@ -70,7 +70,7 @@ def saved(
             if rank == 1 and step == poisoned:
                 loss[0] = torch.nan
             if rank == 1 and step == stop:
-                request.asked = True
+                request.is_requested = True
             return loss
 
     run = saving_run(JOB, out)

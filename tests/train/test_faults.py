@@ -132,7 +132,9 @@ def test_waits_follow_from_positions_alone(progresses: dict[int, RankProgress]) 
     waits = TapeWaits(found, lambda rank, op: f" (file:{op})").waits(
         {rank: progress.position for rank, progress in progresses.items()}
     )
-    assert waits[0].what.startswith(f"step 4, op {wait} of {len(tape)} (file:{wait}): waits in all_reduce(layer ")
+    assert waits[0].description.startswith(
+        f"step 4, op {wait} of {len(tape)} (file:{wait}): waits in all_reduce(layer "
+    )
     assert waits[0].blockers == (1,)
     assert waits[1].blockers == ()
     assert find_culprits(waits) == [1]

@@ -99,7 +99,7 @@ def test_profiled_steps_have_the_tapes_names_and_change_no_number(ranks: World, 
     losses: list[list[float]] = []
     for steps in (None, (2, 4)):
         optimizer = OptimizerConfig(schedule_steps=5, warmup_steps=1)
-        run = run_of(JOB, optimizer, tmp_path / str(steps), tracing=Tracing(warm_up=1, timed=2, measured=1))
+        run = run_of(JOB, optimizer, tmp_path / str(steps), tracing=Tracing(warm_up=1, timed_steps=2, measured_steps=1))
         logging = LoggingConfig(profile_steps=steps, memory_snapshot=steps is not None, trace=trace)
         run = replace(run, config=replace(run.config, logging=logging))
         ranks(2).call(quietly, run)

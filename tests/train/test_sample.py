@@ -18,7 +18,7 @@ from shardlab.train.data import Corpus
 from shardlab.train.data.chat import chat_template
 from shardlab.train.data.stream import SequenceStream, TokenRun
 from shardlab.train.data.tokenizers import ByteTokenizer, HuggingFace
-from shardlab.train.sample import PROMPT_BYTES, Conversation, choose_prompt, continue_prompt, in_writing, until
+from shardlab.train.sample import PROMPT_BYTES, Conversation, choose_prompt, continue_prompt, cut_at, in_writing
 from tests.support.tokenizer_files import byte_fallback
 
 
@@ -180,9 +180,9 @@ def test_each_answer_has_a_seed_of_its_own(tmp_path: Path) -> None:
     [(["ab", "c\n", "Us", "er:", "d"], "abc"), (["a\nUs", "e"], "a\nUse"), (["a\n", "\nUser:"], "a\n"), ([], "")],
 )
 def test_a_text_is_shown_up_to_where_the_stop_begins(parts: list[str], shown: str) -> None:
-    assert "".join(until(iter(parts), "\nUser:")) == shown
+    assert "".join(cut_at(iter(parts), "\nUser:")) == shown
 
 
 def test_nothing_that_may_be_the_stop_is_shown_early() -> None:
     given: Any = iter(["a\nUs", "ually"])
-    assert list(until(given, "\nUser:")) == ["a", "\nUsually", ""]
+    assert list(cut_at(given, "\nUser:")) == ["a", "\nUsually", ""]

@@ -49,7 +49,7 @@ from tests.train.jobs import run_of, train_plainly
 pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 MODEL = GPT(layers=2, hidden_size=32, heads=2, seq_len=16)
-TRACING = Tracing(warm_up=1, timed=3, measured=1)
+TRACING = Tracing(warm_up=1, timed_steps=3, measured_steps=1)
 STRATEGIES = ["fsdp", "1f1b", "zb-h1"]
 
 
@@ -87,7 +87,7 @@ def overlapping(events: list[Event]) -> list[tuple[Event, Event]]:
 def test_every_op_of_every_tape_has_its_event(traced: Traced, strategy: str) -> None:
     checked, measured, _ = traced(strategy)
     assert measured.missing == []
-    assert len(measured.steps) == TRACING.timed
+    assert len(measured.steps) == TRACING.timed_steps
     for tape, events, seconds in zip(checked.program.tapes, measured.timeline.events, measured.seconds, strict=True):
         assert [event.op for event in events] == [at for at, op in enumerate(tape) if is_event(op.kind)]
         assert set(seconds) == set(range(len(tape))), "waits and frees are timed as well"

@@ -78,7 +78,7 @@ class Convert:
             self.out,
             form,
             shard_bytes=self.shard_mb * 10**6,
-            beside=beside,
+            extra_files=beside,
             special=special,
             follow=_show_progress,
             settings=None if self.settings is None else _with_settings(self.settings),

@@ -91,7 +91,7 @@ class Eval:
                 )
             model = replace(model, seq_len=self.seq_len)
         file, launched = job_source(self.config), launched_ranks(0) or None
-        batch = BatchConfig(None, self.microbatches, self.micro_batch_size).over(batch_of(file)).over(DEFAULT_BATCH)
+        batch = BatchConfig(None, self.microbatches, self.micro_batch_size).fill(batch_of(file)).fill(DEFAULT_BATCH)
         microbatches, micro_batch_size = batch.cut(1, None)
         alone = self.strategy is None and self.layout == NO_FLAGS and not file.sections.get("plan")
         if alone and (self.ranks or launched) in (None, 1):
@@ -109,7 +109,7 @@ class Eval:
         )
         text_job = TextJob((job,), self.folder, self.data, model.seq_len, self.batches, self.format, self.field)
         text = text_job.text()
-        if note := lost_text(text.lost):
+        if note := lost_text(text.lost_counts):
             print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
         text_job = text_job.with_widths(text)
         chosen = settle_passes(chosen, text_job.jobs[-1])

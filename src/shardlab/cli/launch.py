@@ -103,13 +103,15 @@ class Launch:
         from shardlab.train.launch.processes import how_ended
 
         ending = run_command(command, ranks, bound=self.bind, restarts=self.max_restarts)
-        if ending.rank is not None and not ending.asked:
+        if ending.rank is not None and not ending.signal:
             if ending.output:
                 print(f"\nshardlab: last lines of rank {ending.rank} (at most {LAST_LINES}):", file=sys.stderr)
                 print(ending.output, file=sys.stderr)
             print(f"shardlab: rank {ending.rank} {how_ended(ending.code)}, so all ranks were stopped", file=sys.stderr)
-        if ending.asked:
-            print(f"shardlab: interrupted ({signal.Signals(ending.asked).name}); all ranks have ended", file=sys.stderr)
+        if ending.signal:
+            print(
+                f"shardlab: interrupted ({signal.Signals(ending.signal).name}); all ranks have ended", file=sys.stderr
+            )
             return 0 if ending.rank is None else INTERRUPTED
         return ending.code if ending.code >= 0 else 128 - ending.code
 

@@ -117,7 +117,7 @@ class StepRequest:
         return cls(
             model=tables["model"].pop("model", None),
             model_fields=tables["model"],
-            batch=BatchConfig(**flags["batch"]).over(batch_of(file)),
+            batch=BatchConfig(**flags["batch"]).fill(batch_of(file)),
             precision=tables["precision"].get("precision"),
             optimizer=optimizer.get("optimizer", "adamw"),
             ema=optimizer.get("ema") is not None,

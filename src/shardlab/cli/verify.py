@@ -139,7 +139,7 @@ class Verify:
         written = file.sections.get("optimizer", {})
         optimizer = self.optimizer or written.get("optimizer", "adamw")
         ema = written.get("ema") if self.ema is None else self.ema
-        batch = BatchConfig(microbatches=self.microbatches).over(batch_of(file)).over(DEFAULT_BATCH)
+        batch = BatchConfig(microbatches=self.microbatches).fill(batch_of(file)).fill(DEFAULT_BATCH)
         microbatches, _ = batch.cut(1, None)
         chosen, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched_ranks(0) or None)
         ep = chosen.grid(ranks).ep

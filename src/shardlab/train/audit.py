@@ -98,8 +98,8 @@ class Audit:
             if len(groups) > 1:
                 differing[groups].append(replica.layer)
         for groups, layers in differing.items():
-            what = f"weights[{layers[0]}]" + (f" (and {len(layers) - 1} more)" if layers[1:] else "")
-            return f"the copies of {what} are not bitwise equal: {describe_groups(groups)}"
+            weights = f"weights[{layers[0]}]" + (f" (and {len(layers) - 1} more)" if layers[1:] else "")
+            return f"the copies of {weights} are not bitwise equal: {describe_groups(groups)}"
         return ""
 
     def _compare_results(self) -> str:
@@ -108,16 +108,16 @@ class Audit:
         if difference is None:
             return ""
         key, groups = difference
-        what = f"one microbatch, computed by all ranks, gives different results in {_op_text(key)}: "
+        finding = f"one microbatch, computed by all ranks, gives different results in {_op_text(key)}: "
         if len(groups) == 1:
-            return f"{what}{rank_names(groups[0])} gets different results for the same input"
+            return f"{finding}{rank_names(groups[0])} gets different results for the same input"
         if len(groups[0]) > len(groups[1]):
-            return what + describe_groups(groups)
+            return finding + describe_groups(groups)
         second = self._compute_fingerprints()[key]
         changed = [rank for ranks in groups for rank in ranks if not nearly_equal(first[key][rank][0], second[rank][0])]
         if changed:
-            return f"{what}{rank_names(changed)} agrees with the others on recomputation: its first result was wrong"
-        return f"{what}{describe_groups(groups)}; on recomputation, each repeats its result"
+            return f"{finding}{rank_names(changed)} agrees with the others on recomputation: its first result was wrong"
+        return f"{finding}{describe_groups(groups)}; on recomputation, each repeats its result"
 
     def _compute_fingerprints(self) -> Fingerprints:
         """Run the tape with the same microbatch throughout, and return the fingerprints of all ranks' results."""
@@ -138,7 +138,7 @@ class Audit:
         mine = mine.to(self.state.settings.device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
-        return [each.cpu() for each in gathered]
+        return [tensor.cpu() for tensor in gathered]
 
     def _recording(self, instruction: Instruction, results: Sequence[OpResult]) -> Instruction:
         def run() -> None:
@@ -172,7 +172,7 @@ def copy_of(state: State, replica: Replica) -> Tensor:
             starts = [start for start, _ in state.shapes.ranges(layer, shared)]
             ranges = state.shapes.places(layer, key[1], shared)
             parts += [(at, state.kept[key][start:stop]) for at, (start, stop) in zip(starts, ranges, strict=True)]
-    return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
+    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])])
 
 
 def hash_of(tensor: Tensor) -> int:
@@ -209,7 +209,7 @@ def first_difference(prints: Fingerprints) -> tuple[Hashable, tuple[tuple[int, .
     """
     for key, of_rank in sorted(prints.items(), key=_computation_order):
         for rank, results in of_rank.items():
-            if not all(nearly_equal(results[0], each) for each in results):
+            if not all(nearly_equal(results[0], result) for result in results):
                 return key, ((rank,),)
         groups = group_ranks({rank: results[0] for rank, results in of_rank.items()}, nearly_equal)
         if len(groups) > 1:
@@ -234,16 +234,16 @@ def advice(checked: Checked) -> str:
 
 
 class Auditing(Callback):
-    """Callback that audits the ranks after every `every` steps.
+    """Callback that audits the ranks after every `interval` steps.
 
     Args:
         audits: audit of each executor of the training.
-        every: number of steps from one audit to the next.
-        saved: function that describes in a sentence what the run has saved so far, for the error message.
+        interval: number of steps from one audit to the next.
+        describe_saved: function that describes in a sentence what the run has saved so far, for the error message.
     """
 
-    def __init__(self, audits: Sequence[Audit], every: int, saved: Callable[[], str]) -> None:
-        self._audits, self._every, self._saved = audits, every, saved
+    def __init__(self, audits: Sequence[Audit], interval: int, describe_saved: Callable[[], str]) -> None:
+        self._audits, self._interval, self._describe_saved = audits, interval, describe_saved
 
     def on_step_end(self, training: Training) -> None:
         """Audit if that is due.
@@ -252,7 +252,7 @@ class Auditing(Callback):
             UserError: on rank 0, if the audit finds a fault. The other ranks exit.
         """
         state = training.state
-        if state.step % self._every:
+        if state.step % self._interval:
             return
         audit = next(audit for audit in self._audits if audit.state is state)
         if fault := audit.find_fault():
@@ -260,7 +260,7 @@ class Auditing(Callback):
                 raise SystemExit(1)
             raise UserError(
                 f"the audit after step {state.step} found a silent fault: {fault}. Training has stopped; "
-                f"{self._saved()}. {advice(state.checked)}"
+                f"{self._describe_saved()}. {advice(state.checked)}"
             )
 
 

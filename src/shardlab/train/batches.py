@@ -49,7 +49,7 @@ class Batches:
 
     def sequences_before(self, step: int) -> int:
         """Return the number of sequences in all microbatches of the steps before a step."""
-        return self._before(step) * self.micro_batch_size
+        return self._microbatches_before(step) * self.micro_batch_size
 
     def epochs_before(self, step: int) -> tuple[float, ...]:
         """Return how many times each source has been read before a step; fractions count."""
@@ -57,13 +57,13 @@ class Batches:
 
     def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets, int64 (micro_batch_size, seq_len) each, of a microbatch of a step."""
-        first = self._before(step) + microbatch
+        first = self._microbatches_before(step) + microbatch
         tokens, targets = self.corpus.training.cut(self._numbers(first, 1), self.seq_len, self.seed)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def counted(self, step: int, microbatches: int) -> int:
         """Count the targets of a step that are not -1. The result is at least 1, since losses are divided by it."""
-        numbers = self._numbers(self._before(step), microbatches)
+        numbers = self._numbers(self._microbatches_before(step), microbatches)
         return max(1, self.corpus.training.count_targets(numbers, self.seq_len, self.seed))
 
     @property
@@ -87,9 +87,9 @@ class Batches:
         targets[numbers >= self.validation_count] = -1
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
-    def _before(self, step: int) -> int:
+    def _microbatches_before(self, step: int) -> int:
         """Return the number of microbatches of all steps before a step."""
-        return step * self.microbatches if self.ramp is None else self.ramp.before(step)
+        return step * self.microbatches if self.ramp is None else self.ramp.microbatches_before(step)
 
     def _numbers(self, first: int, microbatches: int) -> Numbers:
         """Return the numbers of the sequences in some consecutive microbatches.

@@ -43,13 +43,13 @@ class ProductKernels(Callback):
     """Callback that chooses the kernels of matrix products. From the second step on, all ranks use the same kernels."""
 
     def __init__(self) -> None:
-        self._chosen = False
+        self._has_chosen = False
 
     def on_step_end(self, training: Training) -> None:
         """Choose after the first step, before the step is saved. A resumed run takes the choice from its checkpoint."""
-        if not self._chosen and choose_products(training.state.settings.device):
+        if not self._has_chosen and choose_products(training.state.settings.device):
             training.start_clock()
-        self._chosen = True
+        self._has_chosen = True
 
 
 class Validation(Callback):
@@ -209,29 +209,29 @@ class Records(Callback):
             self._folder.unwritten.update(self._weights.unwritten)
             self._folder.close()
 
-    def summary(self, training: Training, sampling: Sampling, saved: int | None) -> Summary | None:
+    def summary(self, training: Training, sampling: Sampling, saved_step: int | None) -> Summary | None:
         """Return the results of the training on rank 0, and None on the others.
 
         Args:
             training: the training that has ended.
             sampling: callback that has the last sample.
-            saved: step of the last checkpoint, if there is one.
+            saved_step: step of the last checkpoint, if there is one.
         """
         if self._folder is None:
             return None
         run, losses, times = training.run, self._validation.losses, self.times
-        done = training.state.step
-        began = done - len(times)
+        finished_steps = training.state.step
+        began = finished_steps - len(times)
         times = times or [self._folder.last_dt]  # a resumed run may have no step left
-        since, microbatches = run.config.train.ramp.stage(done - 1)  # speeds are those of the last batch size
+        since, microbatches = run.config.train.ramp.stage(finished_steps - 1)  # speeds are those of the last batch size
         warm_up = min(max(WARM_UP, since - began), len(times) - 1)
         dt = median(times[warm_up:])
         return Summary(
-            steps=done,
-            epochs=training.batches.epochs_before(done),
-            interrupted=done < run.config.train.steps and not training.stopped,
+            steps=finished_steps,
+            epochs=training.batches.epochs_before(finished_steps),
+            interrupted=finished_steps < run.config.train.steps and not training.stopped,
             warned=training.warned,
-            saved=saved,
+            saved=saved_step,
             validation_before=training.validation_before,
             validation_after=losses[VALIDATION],
             validation_after_ema=losses.get(VALIDATION_EMA),
@@ -246,13 +246,13 @@ class Records(Callback):
         )
 
 
-def warn_of_threads(before: int, device: torch.device) -> None:
+def warn_of_threads(previous_threads: int, device: torch.device) -> None:
     """Print a warning if the ranks of a resumed run compute on another number of threads than before."""
-    now = torch.get_num_threads()
-    if device.type == "cpu" and now != before:
+    threads = torch.get_num_threads()
+    if device.type == "cpu" and threads != previous_threads:
         say(
-            f"each rank computes on {counted(now, 'thread')}, before on {before}, so numbers may differ in their last "
-            f"bits; OMP_NUM_THREADS={before} keeps them"
+            f"each rank computes on {counted(threads, 'thread')}, before on {previous_threads}, so numbers may differ "
+            f"in their last bits; OMP_NUM_THREADS={previous_threads} keeps them"
         )
 
 
@@ -264,13 +264,13 @@ RECENT = 50
 
 
 def figures(
-    metrics: Mapping[str, Any], left: float | None = None, user_figures: Mapping[str, float] | None = None
+    metrics: Mapping[str, Any], remaining: float | None = None, user_figures: Mapping[str, float] | None = None
 ) -> Iterator[str]:
     """Yield the figures of a step as text, the most important first. docs/training.md defines them.
 
     Args:
         metrics: line of metrics.jsonl.
-        left: seconds until the final step of the run ends, if known.
+        remaining: seconds until the final step of the run ends, if known.
         user_figures: figures that the user's callbacks have returned.
     """
     yield f"loss {math.nan if metrics['loss'] is None else metrics['loss']:.3f}"
@@ -281,8 +281,8 @@ def figures(
     if metrics["grad_norm"] is not None:
         yield f"norm {metrics['grad_norm']:.3g}"
     yield f"tps {metrics['tps']:,.0f}"
-    if left is not None:
-        yield f"left {clock(left)}"
+    if remaining is not None:
+        yield f"left {clock(remaining)}"
     for name, figure in (user_figures or {}).items():
         yield f"{name.replace('_', ' ')} {figure:.4g}"
     yield f"dt {metrics['dt']:.3f}"
@@ -330,7 +330,7 @@ class TrainingProgress:
         silence: seconds without output after which a line is printed into a pipe (None: `interrupt.SILENCE`). If the
             last line is older than half of this time, the next step prints a line in any case.
         console: console to print to (None: stderr).
-        done: number of steps that were done before the run was resumed.
+        past_steps: number of steps that were done before the run was resumed.
     """
 
     def __init__(
@@ -339,15 +339,15 @@ class TrainingProgress:
         log_every: int = 1,
         silence: float | None = None,
         console: Console | None = None,
-        done: int = 0,
+        past_steps: int = 0,
     ) -> None:
         self._steps = steps
-        self._every = log_every if log_every > 1 else max(1, steps // LINES)
+        self._interval = log_every if log_every > 1 else max(1, steps // LINES)
         self._thinned = log_every == 1
         self._silence = interrupt.SILENCE if silence is None else silence
         self._printed = time.monotonic()
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT)
-        self._done = done
+        self._count = past_steps
         self._doing = "starting"
         self._user_figures: Mapping[str, float] = {}
         self._metrics: Mapping[str, Any] | None = None
@@ -369,18 +369,18 @@ class TrainingProgress:
         metrics = None if doing else self._metrics
         line = self._line({}, doing) if metrics is None else self._line(metrics, width=width)
         yield Text(line, no_wrap=True, overflow="crop")
-        share = f"{self._done / max(1, self._steps):4.0%}"
+        share = f"{self._count / max(1, self._steps):4.0%}"
         bar = Table.grid(expand=True, padding=(0, 1, 0, 0))
         bar.add_column(ratio=1)
         bar.add_column(width=len(share))
-        bar.add_row(ProgressBar(self._steps, self._done), share)
+        bar.add_row(ProgressBar(self._steps, self._count), share)
         yield bar
 
-    def begin(self, what: str) -> None:
+    def begin(self, activity: str) -> None:
         """Show an activity until the next step has ended."""
-        self._doing = what
+        self._doing = activity
         if self._lines is not None:
-            self._lines.doing = what
+            self._lines.doing = activity
 
     def say(self, text: str) -> None:
         """Print a text of any number of lines above the live display."""
@@ -402,23 +402,23 @@ class TrainingProgress:
         """
         now = time.monotonic()
         self._user_figures = user_figures or {}
-        self._metrics, self._done, self._doing = metrics, metrics["step"] + 1, ""
-        self._ends.append((self._done, now))
+        self._metrics, self._count, self._doing = metrics, metrics["step"] + 1, ""
+        self._ends.append((self._count, now))
         late = (self._thinned or self._lines is not None) and now - self._printed >= self._silence / 2
-        if self._done in (1, self._steps) or self._done % self._every == 0 or VALIDATION in metrics or late:
+        if self._count in (1, self._steps) or self._count % self._interval == 0 or VALIDATION in metrics or late:
             self.say(self._line(metrics, width=None if self._lines is not None else self._console.width))
             self._printed = now
         if self._lines is not None:
-            self._lines.doing = f"step {self._done + 1:>5}/{self._steps}"
+            self._lines.doing = f"step {self._count + 1:>5}/{self._steps}"
 
     def _line(self, metrics: Mapping[str, Any], *words: str, width: int | None = None) -> str:
         """Return a line with the number of the step, followed by its figures or by some words."""
-        pieces = figures(metrics, self._left(metrics), self._user_figures) if metrics else iter(words)
-        head = f"step {self._done:>5}/{self._steps} "
+        pieces = figures(metrics, self._estimate_remaining(metrics), self._user_figures) if metrics else iter(words)
+        head = f"step {self._count:>5}/{self._steps} "
         return fit_into(iter([head, *pieces]), width)
 
-    def _left(self, metrics: Mapping[str, Any]) -> float:
+    def _estimate_remaining(self, metrics: Mapping[str, Any]) -> float:
         """Estimate the seconds to the end of the last step from the recent steps, including the work between them."""
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        pace = (ended - began) / (last - first) if last > first else metrics["dt"]
-        return pace * (self._steps - self._done)
+        (first_step, start), (last_step, end) = self._ends[0], self._ends[-1]
+        pace = (end - start) / (last_step - first_step) if last_step > first_step else metrics["dt"]
+        return pace * (self._steps - self._count)

@@ -69,7 +69,7 @@ class Saver(Callback):
         disk: disk to write to, which tests replace.
 
     Attributes:
-        saved: step of the last complete checkpoint, on rank 0.
+        saved_step: step of the last complete checkpoint, on rank 0.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Saver(Callback):
         self._requested = False
         self._stalls: dict[int, float] = {}  # seconds for which the run was paused, by step
         self._training: Training | None = None
-        self.saved: int | None = executor.state.step or None
+        self.saved_step: int | None = executor.state.step or None
 
     def on_begin(self, training: Training) -> None:
         """Remember the training: its loss before the first step is saved in each checkpoint."""
@@ -124,7 +124,7 @@ class Saver(Callback):
         The number is negative if writing failed, and 0 if no checkpoint is in flight or this rank still writes it.
         """
         late = self._seconds is not None and time.monotonic() - self._began >= self._seconds
-        return SAVE_REQUEST if late and self._state.rank == 0 and self._writing is None else self._written
+        return SAVE_REQUEST if late and self._state.rank == 0 and self._writing is None else self._write_status
 
     def on_messages(self, messages: Sequence[float]) -> None:
         """Save after the next step if rank 0 requests it; otherwise complete the checkpoint if all have written it."""
@@ -157,7 +157,7 @@ class Saver(Callback):
         if self._writing is not None:
             wait([self._writing])
             numbers = torch.zeros(self._run.config.plan.ranks, dtype=torch.int64, device=self._state.settings.device)
-            numbers[self._state.rank] = self._written
+            numbers[self._state.rank] = self._write_status
             dist.all_reduce(numbers)
             self._receive([int(number) for number in numbers])
 
@@ -170,13 +170,13 @@ class Saver(Callback):
         return self._executor.state
 
     @property
-    def _written(self) -> int:
+    def _write_status(self) -> int:
         if self._writing is None or not self._writing.done():
             return 0
         return self._number if self._writing.exception() is None else -self._number
 
     def _receive(self, numbers: Sequence[int]) -> None:
-        """Complete the checkpoint in flight if all ranks have written it. `numbers` has `_written` of each rank."""
+        """Complete the checkpoint in flight if all ranks have written it. `numbers` has each rank's `_write_status`."""
         if self._writing is None or any(abs(number) != self._number for number in numbers):
             return
         error, self._writing = self._writing.exception(), None
@@ -220,7 +220,7 @@ class Saver(Callback):
             self._say_lost(step, error)
             self._drop(step)
         else:
-            self.saved = step
+            self.saved_step = step
 
     def _drop(self, step: int) -> None:
         with suppress(OSError):  # what remains is removed when the run is resumed
@@ -231,18 +231,18 @@ class Saver(Callback):
 
     def _say_lost(self, step: int, error: BaseException) -> None:
         if isinstance(error, OSError):
-            trace, what = "", (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error))
+            trace, reason = "", (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error))
         else:
-            trace, what = "".join(traceback.format_exception(error)), repr(error)
+            trace, reason = "".join(traceback.format_exception(error)), repr(error)
         say(
             f"{trace}shardlab: the checkpoint after step {step} cannot be written, and training goes on without it "
-            f"(rank {self._state.rank}: {what})"
+            f"(rank {self._state.rank}: {reason})"
         )
 
     def _run_state(self) -> dict[str, Any]:
         """Return the state of the run besides tensors. It has no random state: seed and step determine all draws."""
         state, batches = self._state, self._batches
-        before = math.nan if self._training is None else self._training.validation_before
+        validation_before = math.nan if self._training is None else self._training.validation_before
         return {
             "step": state.step,
             "loss_scale": [state.loss_scale.scale, state.loss_scale.calm],
@@ -251,7 +251,7 @@ class Saver(Callback):
                 "epochs": batches.epochs_before(state.step),
                 "identity": batches.corpus.identity,
             },
-            "validation_before": before if math.isfinite(before) else None,
+            "validation_before": validation_before if math.isfinite(validation_before) else None,
             "program": state.checked.program.fingerprint(),
             "products": rows_of(KERNEL_CHOICES),
             **self._fixed,
@@ -297,15 +297,15 @@ def find_checkpoint(
         UserError: if there is no such checkpoint, or it cannot be read. The message names the newest one that can.
     """
     checkpoints, together = run / CHECKPOINTS, together or RankExchange()
-    seen = together.exchange(json.dumps(steps_in(Disk(), checkpoints)))  # another host may see new folders late
-    steps: list[int] = json.loads(seen[0])
+    listings = together.exchange(json.dumps(steps_in(Disk(), checkpoints)))  # another host may see new folders late
+    steps: list[int] = json.loads(listings[0])
     if step is not None and step not in steps:
-        there = f"those after steps {listed(steps)}" if steps else "none"
-        raise UserError(f"{run} has no checkpoint after step {step}; it has {there}")
+        alternatives = f"those after steps {listed(steps)}" if steps else "none"
+        raise UserError(f"{run} has no checkpoint after step {step}; it has {alternatives}")
     model, broken = together.all(partial(_recorded_model, run)) if steps else None, None
-    for each in [step] if step is not None else reversed(steps):
+    for number in [step] if step is not None else reversed(steps):
         try:
-            checkpoint = together.all(partial(_open_verified, model, folder_of(checkpoints, each), together))
+            checkpoint = together.all(partial(_open_verified, model, folder_of(checkpoints, number), together))
         except UserError as error:
             broken = broken or error
             if auto and together.rank == 0:
@@ -313,7 +313,7 @@ def find_checkpoint(
             continue
         if broken is None or auto:
             return checkpoint
-        raise UserError(f"{broken}; the checkpoint before is whole: shardlab train --resume {run} --from-step {each}")
+        raise UserError(f"{broken}; the checkpoint before is whole: shardlab train --resume {run} --from-step {number}")
     if broken is not None and not auto:
         raise UserError(f"{broken}; there is no whole checkpoint before")
     if auto and not steps:
@@ -325,12 +325,12 @@ def find_checkpoint(
     raise without_checkpoints(run, "complete checkpoint")
 
 
-def without_checkpoints(run: Path, what: str) -> UserError:
+def without_checkpoints(run: Path, missing: str) -> UserError:
     """Return the error for a path that is not the folder of a run with checkpoints.
 
     Args:
         run: the path.
-        what: what the folder lacks, for the message.
+        missing: what the folder lacks, for the message.
     """
     if not run.is_dir():
         return missing_path(run, "name the folder of a run")
@@ -338,8 +338,8 @@ def without_checkpoints(run: Path, what: str) -> UserError:
         step = run.name.removeprefix("step-").lstrip("0")
         return UserError(f"{run} is a checkpoint; name its run, {run.parents[1]}, and --from-step {step}")
     runs = sorted(run.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
-    inside = f", such as {runs[-1].parent}" if runs else ""
-    return UserError(f"{run} has no {what}; name the folder of a run{inside}")
+    example = f", such as {runs[-1].parent}" if runs else ""
+    return UserError(f"{run} has no {missing}; name the folder of a run{example}")
 
 
 @dataclass(frozen=True)
@@ -349,12 +349,12 @@ class ResumedRun:
     Attributes:
         out: folder of the run.
         checkpoint: checkpoint from which the run is resumed.
-        chosen: whether the user has named the checkpoint.
+        user_chose_checkpoint: whether the user has named the checkpoint.
     """
 
     out: Path
     checkpoint: Checkpoint
-    chosen: bool = False
+    user_chose_checkpoint: bool = False
 
     @classmethod
     def find(
@@ -389,17 +389,17 @@ class ResumedRun:
             flags: settings of the optimizer that flags change. If they change the schedule, its length or the warm-up,
                 the source leaves out the length of the decay, unless the run had set it.
         """
-        saved = self._saved
-        plan = saved.sections["plan"]
-        train = {name: value for name, value in saved.sections["train"].items() if name != "init"}
-        optimizer = with_default_schedule(saved_fields(saved, "optimizer"), train["steps"])
-        if SCHEDULE & set(flags or ()) and "decay_steps" not in saved.sections["optimizer"]:
+        saved_config = self._saved_config
+        plan = saved_config.sections["plan"]
+        train = {name: value for name, value in saved_config.sections["train"].items() if name != "init"}
+        optimizer = with_default_schedule(saved_fields(saved_config, "optimizer"), train["steps"])
+        if SCHEDULE & set(flags or ()) and "decay_steps" not in saved_config.sections["optimizer"]:
             optimizer.pop("decay_steps", None)
         if launched is not None and "strategy" in plan:
             plan = {name: value for name, value in plan.items() if name != "ranks"}
         if "strategy" in plan:  # older versions had no passes, and did not record any
             plan = {"passes": "none", **plan}
-        sections = {**saved.sections, "plan": plan, "train": train, "optimizer": optimizer}
+        sections = {**saved_config.sections, "plan": plan, "train": train, "optimizer": optimizer}
         return ConfigSource(str(self.checkpoint.folder), sections)
 
     def config(self, requested: TrainingConfig) -> TrainingConfig:
@@ -409,32 +409,32 @@ class ResumedRun:
             UserError: if a setting that cannot change differs: model, sequence length, optimizer, seed, frozen blocks,
                 moving averages, or the number of sequences before the checkpoint.
         """
-        saved = saved_fields(self._saved, "train")
+        saved_train = saved_fields(self._saved_config, "train")
         model = model_of([self.source(None)], 0)
         require_same(model, requested.model, self.checkpoint.folder)
         step = self.checkpoint.step
         fixed = {
-            "--optimizer": (self._saved.sections["optimizer"]["optimizer"], requested.optimizer.optimizer),
-            "--seed": (saved["seed"], requested.train.seed),
+            "--optimizer": (self._saved_config.sections["optimizer"]["optimizer"], requested.optimizer.optimizer),
+            "--seed": (saved_train["seed"], requested.train.seed),
             "--seq-len": (model.seq_len, requested.model.seq_len),
-            "--freeze": (_frozen(self._saved.sections["plan"]), _frozen(requested.plan.as_dict())),
-            "--ema": (self._saved.sections["optimizer"].get("ema"), requested.optimizer.ema),
+            "--freeze": (_frozen(self._saved_config.sections["plan"]), _frozen(requested.plan.as_dict())),
+            "--ema": (self._saved_config.sections["optimizer"].get("ema"), requested.optimizer.ema),
             f"sequences of the first {step} steps": (
                 self.checkpoint.state["data"]["sequence"],
-                requested.train.ramp.before(step) * requested.train.micro_batch_size,
+                requested.train.ramp.microbatches_before(step) * requested.train.micro_batch_size,
             ),
         }
-        wrong = [f"{name}: {before} before, {now} now" for name, (before, now) in fixed.items() if before != now]
+        wrong = [f"{name}: {old} before, {new} now" for name, (old, new) in fixed.items() if old != new]
         if wrong:
             raise UserError(
                 f"{'; '.join(wrong)}; a resumed run keeps this setting, so leave it out, or begin a new run with --init"
             )
-        return replace(requested, train=replace(requested.train, init=saved.get("init")))
+        return replace(requested, train=replace(requested.train, init=saved_train.get("init")))
 
     @property
     def steps_taken(self) -> int:
         """Optimizer steps in the checkpoint named by the user, or else in the run's newest checkpoint or weights."""
-        return self.checkpoint.step if self.chosen else max(self.checkpoint.step, self._finished_steps)
+        return self.checkpoint.step if self.user_chose_checkpoint else max(self.checkpoint.step, self._finished_steps)
 
     def has_ended(self, steps: int) -> bool:
         """Return whether a run of `steps` steps has nothing left to do.
@@ -445,7 +445,7 @@ class ResumedRun:
             UserError: if the run has finished with weights that are newer than the checkpoint, which would be lost.
         """
         taken_step, finished = self.checkpoint.step, self._finished_steps
-        if self.chosen or finished <= taken_step:
+        if self.user_chose_checkpoint or finished <= taken_step:
             return steps < taken_step or (steps == taken_step and finished == taken_step)
         if steps <= finished:
             return True
@@ -457,19 +457,19 @@ class ResumedRun:
 
     def schedule_change(self, config: TrainingConfig) -> str:
         """Return a sentence on the learning rate from now on; empty if the steps and the rate are as before."""
-        saved, before = saved_fields(self._saved, "train")["steps"], saved_optimizer(self._saved)
-        now, step = config.optimizer, self.checkpoint.step
-        same = all(getattr(before, name) == getattr(now, name) for name in RATE)
-        if config.train.steps == saved and same:
+        old_steps, old = saved_fields(self._saved_config, "train")["steps"], saved_optimizer(self._saved_config)
+        new, step = config.optimizer, self.checkpoint.step
+        has_same_rate = all(getattr(old, name) == getattr(new, name) for name in RATE)
+        if config.train.steps == old_steps and has_same_rate:
             return ""
-        rates = f"{before.rate(max(0, step - 1)):.3g} in step {step}, {now.rate(step):.3g} in step {step + 1}"
-        if not same:
-            return f"learning rate: {before.schedule} before, {now.schedule} now ({rates})"
-        steps, end = config.train.steps, now.schedule_steps
+        rates = f"{old.rate(max(0, step - 1)):.3g} in step {step}, {new.rate(step):.3g} in step {step + 1}"
+        if not has_same_rate:
+            return f"learning rate: {old.schedule} before, {new.schedule} now ({rates})"
+        steps, end = config.train.steps, new.schedule_steps
         stays = (
-            f"; after {counted(end, 'step')} it stays at {now.rate(end):.3g} (--schedule-steps {steps} stretches it)"
+            f"; after {counted(end, 'step')} it stays at {new.rate(end):.3g} (--schedule-steps {steps} stretches it)"
         )
-        return f"learning rate: {now.schedule} as before ({rates}){stays if end < steps else ''}"
+        return f"learning rate: {new.schedule} as before ({rates}){stays if end < steps else ''}"
 
     def require_same_data(self, identity: str) -> None:
         """Check that the data have not changed.
@@ -492,20 +492,20 @@ class ResumedRun:
         return int(last_figures(self.out / METRICS).get("step") or 0) + 1 if has_finished(self.out) else 0
 
     @cached_property
-    def _saved(self) -> ConfigSource:
+    def _saved_config(self) -> ConfigSource:
         """Settings in the checkpoint's configuration file, with paths changed to be valid in the current folder."""
-        saved = file_source(self.checkpoint.folder / CONFIG)
-        folder, sections = self.checkpoint.state.get("folder"), {**saved.sections}
+        config = file_source(self.checkpoint.folder / CONFIG)
+        folder, sections = self.checkpoint.state.get("folder"), {**config.sections}
         sections["data"] = {
-            name: tuple(path_from_here(each, folder) for each in value) if name == "data" else value
-            for name, value in saved.sections["data"].items()
+            name: tuple(path_from_here(path, folder) for path in value) if name == "data" else value
+            for name, value in config.sections["data"].items()
         }
         for section, name in (("model", "model"), ("plan", "strategy"), ("plan", "schedule")):
-            if (value := saved.sections[section].get(name)) is not None:
+            if (value := config.sections[section].get(name)) is not None:
                 sections[section] = {**sections[section], name: file_from_here(value, folder)}
-        if (init := saved.sections["train"].get("init")) is not None:
-            sections["train"] = {**saved.sections["train"], "init": Path(path_from_here(str(init), folder))}
-        return ConfigSource(saved.name, sections)
+        if (init := config.sections["train"].get("init")) is not None:
+            sections["train"] = {**config.sections["train"], "init": Path(path_from_here(str(init), folder))}
+        return ConfigSource(config.name, sections)
 
 
 def _recorded_model(run: Path) -> Blocks | None:

@@ -203,7 +203,7 @@ class StrategyConfig:
             passes = {} if self.passes is None else {"passes": self.passes}
             return {"strategy": self.strategy, "ranks": self.ranks, **passes}
         plan = self.strategy
-        whole = {each.name: getattr(plan, each.name) for each in fields(plan)}
+        whole = {entry.name: getattr(plan, entry.name) for entry in fields(plan)}
         return {"name": self.name, **whole, **plan.as_dict()}
 
 
@@ -226,10 +226,10 @@ class BatchConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def over(self, other: BatchConfig) -> BatchConfig:
+    def fill(self, other: BatchConfig) -> BatchConfig:
         """Return this batch, completed by values of another batch until two are set: they determine the third.
 
-        >>> BatchConfig(microbatches=8).over(BatchConfig(global_batch=64, micro_batch_size=4))
+        >>> BatchConfig(microbatches=8).fill(BatchConfig(global_batch=64, micro_batch_size=4))
         BatchConfig(global_batch=64, microbatches=8, micro_batch_size=None)
         """
         values = {name: value for name, value in vars(self).items() if value is not None}
@@ -261,24 +261,24 @@ class BatchConfig:
                 micro_batch_size = max(1, total // self.microbatches)
             microbatches = self.microbatches or total // micro_batch_size
             if microbatches * micro_batch_size != total:
-                what = counted(self.microbatches, "microbatch") if self.microbatches else "microbatches"
-                each = f" of {counted(self.micro_batch_size, 'sequence')}" if self.micro_batch_size else ""
+                count_text = counted(self.microbatches, "microbatch") if self.microbatches else "microbatches"
+                size_text = f" of {counted(self.micro_batch_size, 'sequence')}" if self.micro_batch_size else ""
                 multiple = f"give a multiple of {(self.microbatches or 1) * (self.micro_batch_size or 1)}"
                 remedy = "leave out one of the three" if self.microbatches and self.micro_batch_size else multiple
                 batch = counted(total, "sequence")
-                raise UserError(f"a global batch of {batch} cannot be cut into {what}{each}; {remedy}")
+                raise UserError(f"a global batch of {batch} cannot be cut into {count_text}{size_text}; {remedy}")
         if self.microbatches is None and data_ranks is not None and microbatches % data_ranks:
             raise UserError(self._indivisible_text(microbatches, micro_batch_size, data_ranks, devices))
         return microbatches, micro_batch_size
 
     def _indivisible_text(self, microbatches: int, micro_batch_size: int, data_ranks: int, devices: int) -> str:
-        why = f" (a microbatch for each of the cluster's {devices:,} devices)" if self.global_batch is None else ""
-        each = f", in microbatches of {micro_batch_size}," if micro_batch_size > 1 else ""
+        reason = f" (a microbatch for each of the cluster's {devices:,} devices)" if self.global_batch is None else ""
+        division = f", in microbatches of {micro_batch_size}," if micro_batch_size > 1 else ""
         down, unit = microbatches - microbatches % data_ranks, micro_batch_size * data_ranks
         sizes = f"{down * micro_batch_size} or {down * micro_batch_size + unit}" if down else f"{unit}"
         batch = counted(microbatches * micro_batch_size, "sequence")
         return (
-            f"the global batch of {batch}{why}{each} does not divide among "
+            f"the global batch of {batch}{reason}{division} does not divide among "
             f"{data_ranks} data-parallel ranks; give --global-batch {sizes}"
         )
 
@@ -288,7 +288,7 @@ DIVISION = ("microbatches", "micro_batch_size")
 
 
 def _words(value: Any) -> str:
-    fits = isinstance(value, Mapping) and all(isinstance(each, str) for each in cast(Mapping[str, Any], value).values())
+    fits = isinstance(value, Mapping) and all(isinstance(word, str) for word in cast(Mapping[str, Any], value).values())
     return "" if fits else 'a table of words in quotes, such as { attention = "flash2" }'
 
 
@@ -337,7 +337,7 @@ class TrainingConfig:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the tree as strings, numbers and lists, section by section, as in a file. A value may be None."""
-        model = {each.name: getattr(self.model, each.name) for each in fields(self.model)}
+        model = {entry.name: getattr(self.model, entry.name) for entry in fields(self.model)}
         sections = {"model": {"model": name_of(type(self.model)), **model}, "plan": self.plan.as_dict()}
         sections |= {name: vars(getattr(self, name)) for name in SECTIONS}
         return {name: {key: _plain(value) for key, value in section.items()} for name, section in sections.items()}
@@ -349,26 +349,26 @@ class TrainingConfig:
         follows if the steps are changed there.
         """
         sections = self.as_dict()
-        for name, default in ((each.name, each.default) for each in fields(self.model)):
+        for name, default in ((entry.name, entry.default) for entry in fields(self.model)):
             if default is not None and sections["model"][name] is None:
                 sections["model"][name] = math.inf  # TOML has no null
         optimizer, steps = vars(self.optimizer), self.train.steps
         derived = ("schedule_steps", "warmup_steps", "decay_steps")
-        chosen = {name: value for name, value in optimizer.items() if name not in derived}
+        settings = {name: value for name, value in optimizer.items() if name not in derived}
         for name in derived:
-            if optimizer[name] != with_default_schedule(chosen, steps).get(name):
-                chosen[name] = optimizer[name]
-        sections["optimizer"] = chosen
+            if optimizer[name] != with_default_schedule(settings, steps).get(name):
+                settings[name] = optimizer[name]
+        sections["optimizer"] = settings
         batch = {name: sections["train"].pop(name) for name in DIVISION}
         sections = {"model": sections.pop("model"), "plan": sections.pop("plan"), "batch": batch, **sections}
-        notes = [f"# {name} = {optimizer[name]} follows from steps" for name in derived if name not in chosen]
+        notes = [f"# {name} = {optimizer[name]} follows from steps" for name in derived if name not in settings]
         return "\n".join(["# shardlab train --config FILE repeats the run", *notes, "", as_toml(sections)])
 
 
 SECTIONS = {
-    each.name: cast(type[Any], each.default_factory)
-    for each in fields(TrainingConfig)
-    if each.name not in ("model", "plan")
+    entry.name: cast(type[Any], entry.default_factory)
+    for entry in fields(TrainingConfig)
+    if entry.name not in ("model", "plan")
 }
 """Sections of the tree whose fields are flags of the same names."""
 
@@ -405,7 +405,7 @@ class BatchRamp:
     """Number of microbatches of each step, in stages of constant size.
 
     >>> ramp = BatchRamp.parse("0:4,200:8")
-    >>> ramp.microbatches(199), ramp.microbatches(200), ramp.before(202), ramp.steps(816)
+    >>> ramp.microbatches(199), ramp.microbatches(200), ramp.microbatches_before(202), ramp.steps(816)
     (4, 8, 816, 202)
 
     Attributes:
@@ -433,16 +433,16 @@ class BatchRamp:
         """Return the number of microbatches of a step."""
         return self.stage(step)[1]
 
-    def before(self, step: int) -> int:
+    def microbatches_before(self, step: int) -> int:
         """Return the number of microbatches of all steps before a step."""
         ends = [*(first for first, _ in self.stages[1:]), step]
-        each = zip(self.stages, ends, strict=True)
-        return sum(max(0, min(step, end) - first) * microbatches for (first, microbatches), end in each)
+        stages_and_ends = zip(self.stages, ends, strict=True)
+        return sum(max(0, min(step, end) - first) * microbatches for (first, microbatches), end in stages_and_ends)
 
     def steps(self, microbatches: int) -> int:
         """Return the smallest number of steps that have at least this many microbatches in total."""
-        reached = [first for first, _ in self.stages if self.before(first) < microbatches] or [0]
-        return reached[-1] - (self.before(reached[-1]) - microbatches) // self.microbatches(reached[-1])
+        reached = [first for first, _ in self.stages if self.microbatches_before(first) < microbatches] or [0]
+        return reached[-1] - (self.microbatches_before(reached[-1]) - microbatches) // self.microbatches(reached[-1])
 
 
 def _ramp_mistake(value: object) -> str:
@@ -452,7 +452,7 @@ def _ramp_mistake(value: object) -> str:
     if not pairs or any(len(pair) != 2 or not all(map(str.isdecimal, pair)) for pair in pairs):
         return expected
     steps = [int(step) for step, _ in pairs]
-    ascending = steps[0] == 0 and all(first < then for first, then in pairwise(steps))
+    ascending = steps[0] == 0 and all(first < second for first, second in pairwise(steps))
     return "" if ascending and all(int(microbatches) for _, microbatches in pairs) else expected
 
 

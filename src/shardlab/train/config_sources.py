@@ -45,7 +45,7 @@ NAMING = {"model": {"model"}, "plan": {"strategy", "mesh", "plan"}}
 
 _NAME = text("NAME", "a name in quotes")
 
-_PLAN_FIELDS = dict.fromkeys((each.name for each in fields(Plan)), Any)
+_PLAN_FIELDS = dict.fromkeys((entry.name for entry in fields(Plan)), Any)
 
 _TYPES: dict[str, Mapping[str, Any]] = {
     "model": {"model": _NAME},
@@ -97,7 +97,7 @@ def with_divided_batch(source: ConfigSource, flags: ConfigSource) -> ConfigSourc
     Raises:
         UserError: if the batch does not divide.
     """
-    batch = batch_of(flags).over(batch_of(source))
+    batch = batch_of(flags).fill(batch_of(source))
     if batch.global_batch is None:
         return source
     divided = dict(zip(DIVISION, batch.cut(1, None), strict=True))
@@ -112,8 +112,8 @@ def _parse_sections(tables: Mapping[str, Any]) -> Sections:
             raise UserError(f"a configuration has no {section!r}; write it below [plan], or give the file as --plan")
         if section not in _TYPES:
             raise UserError(f"a configuration has no {section!r}; {suggest_name(section, _TYPES)}")
-        known = read_fields(_TYPES[section], table, "", section, strict=section != "model")
-        sections[section] = {**table, **known}  # the fields of a model depend on its name, and are read with it
+        values = read_fields(_TYPES[section], table, "", section, strict=section != "model")
+        sections[section] = {**table, **values}  # the fields of a model depend on its name, and are read with it
     if "global_batch" not in (batch := sections.get("batch", {})):
         sections["train"] = sections.get("train", {}) | batch
     return sections
@@ -150,10 +150,10 @@ def _fields(source: ConfigSource, section: str) -> Mapping[str, Any]:
 
     A batch ramp also sets the microbatches, and a number of microbatches removes the ramp of earlier sources.
     """
-    written = source.sections.get(section, {})
-    if (ramp := written.get("batch_ramp")) and not RAMP.wanted(ramp):
-        return {"microbatches": BatchRamp.parse(ramp).stages[-1][1], **written}
-    return {"batch_ramp": None, **written} if "microbatches" in written else written
+    section_fields = source.sections.get(section, {})
+    if (ramp := section_fields.get("batch_ramp")) and not RAMP.wanted(ramp):
+        return {"microbatches": BatchRamp.parse(ramp).stages[-1][1], **section_fields}
+    return {"batch_ramp": None, **section_fields} if "microbatches" in section_fields else section_fields
 
 
 def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
@@ -166,13 +166,13 @@ def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
     Raises:
         UserError: if there is no such model, or it lacks a field that a source sets.
     """
-    written, init = merge_fields(sources, "model"), merge_fields(sources, "train").get("init")
-    name = written.pop("model")
+    values, init = merge_fields(sources, "model"), merge_fields(sources, "train").get("init")
+    name = values.pop("model")
     if init is not None and origin_of(sources, "model", "model") == "default":
-        model = with_written(_model_in(init), written, str(init))
+        model = with_written(_model_in(init), values, str(init))
     else:
         model = find_model(name)
-        model = with_written(model, ({"layers": layers} if "layers" in unsized(name, model) else {}) | written, name)
+        model = with_written(model, ({"layers": layers} if "layers" in unsized(name, model) else {}) | values, name)
     if init is not None:
         from shardlab.train.huggingface.sources import require_same
 
@@ -189,9 +189,9 @@ def vocabulary_source(sources: Sequence[ConfigSource]) -> ConfigSource | None:
     Raises:
         UserError: if the data cannot be read.
     """
-    written, init = merge_fields(sources, "model"), merge_fields(sources, "train").get("init")
+    values, init = merge_fields(sources, "model"), merge_fields(sources, "train").get("init")
     of_init = init is not None and origin_of(sources, "model", "model") == "default"
-    if of_init or "vocab_size" in written or "vocab_size" not in unsized(name := written["model"], find_model(name)):
+    if of_init or "vocab_size" in values or "vocab_size" not in unsized(name := values["model"], find_model(name)):
         return None
     folders = [
         source.path for source in parse_sources(merge_fields(sources, "data").get("data", ())) if source.path.is_dir()
@@ -217,19 +217,19 @@ def plan_settings(sources: Sequence[ConfigSource]) -> tuple[str | None, int | No
     Raises:
         UserError: if the sources set fields of a plan for a strategy that is a program of its own.
     """
-    written = merge_fields(sources, "plan")
-    strategy, ranks, name = (written.pop(key, None) for key in ("strategy", "ranks", "name"))
-    if not written:
+    plan_fields = merge_fields(sources, "plan")
+    strategy, ranks, name = (plan_fields.pop(key, None) for key in ("strategy", "ranks", "name"))
+    if not plan_fields:
         return strategy, ranks, None, None
     if strategy is not None:
         entry = load(strategy)
         if entry.plan is None:
-            passes = written.pop("passes", None)
-            if not written:
+            passes = plan_fields.pop("passes", None)
+            if not plan_fields:
                 return strategy, ranks, None, passes
             raise UserError(f"{strategy} is a program of its own, which fields of a plan do not change; leave them out")
-        written = entry.plan(ranks or entry.ranks).as_dict() | written
-    return name or strategy or UNNAMED, ranks, Plan.from_dict(written), None
+        plan_fields = entry.plan(ranks or entry.ranks).as_dict() | plan_fields
+    return name or strategy or UNNAMED, ranks, Plan.from_dict(plan_fields), None
 
 
 def resolve_config(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) -> TrainingConfig:
@@ -252,15 +252,15 @@ def resolve_config(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks:
     )
 
 
-def saved_fields(saved: ConfigSource, section: str) -> dict[str, Any]:
+def saved_fields(config: ConfigSource, section: str) -> dict[str, Any]:
     """Return the fields of a section in the configuration of an earlier run. A field that it lacks has its default."""
-    return merge_fields([preset_source("default"), saved], section)
+    return merge_fields([preset_source("default"), config], section)
 
 
-def saved_optimizer(saved: ConfigSource) -> OptimizerConfig:
+def saved_optimizer(config: ConfigSource) -> OptimizerConfig:
     """Return the settings of the optimizer in the configuration of an earlier run."""
-    steps = saved_fields(saved, "train")["steps"]
-    return OptimizerConfig(**with_default_schedule(saved_fields(saved, "optimizer"), steps))
+    steps = saved_fields(config, "train")["steps"]
+    return OptimizerConfig(**with_default_schedule(saved_fields(config, "optimizer"), steps))
 
 
 WIDTH_PER_LAYER = 64
@@ -308,9 +308,9 @@ def depth_source(depth: int, earlier: Sequence[ConfigSource], flags: Sections) -
         raise UserError(f"--depth sets sizes, but {name} has its own; leave out --depth, or give a --model such as gpt")
     width = WIDTH_PER_LAYER * depth
     sizes = {"layers": depth, "hidden_size": width}
-    if any(each.name == "heads" for each in fields(find_model(name))):
+    if any(entry.name == "heads" for entry in fields(find_model(name))):
         sizes["heads"] = heads_for_width(flags.get("model", {}).get("hidden_size", width))
-    sections: dict[str, dict[str, Any]] = {"model": _without(sizes, flags.get("model", {}))}
+    sections: dict[str, dict[str, Any]] = {"model": _omit(sizes, flags.get("model", {}))}
     title = f"--depth {depth}"
     model = model_of([*earlier, ConfigSource(title, sections)], depth)
 
@@ -325,8 +325,8 @@ def depth_source(depth: int, earlier: Sequence[ConfigSource], flags: Sections) -
     steps = set_train.get("steps", ramp.steps(microbatches))
     rate = float(f"{RATE * math.sqrt(RATE_WIDTH / model.hidden_size):.3g}")
     optimizer = {"learning_rate": rate, "schedule_steps": steps, "warmup_steps": -(-steps // 20)}
-    sections["train"] = _without({"steps": steps, "micro_batch_size": train["micro_batch_size"]}, set_train)
-    sections["optimizer"] = _without(optimizer, flags.get("optimizer", {}))
+    sections["train"] = _omit({"steps": steps, "micro_batch_size": train["micro_batch_size"]}, set_train)
+    sections["optimizer"] = _omit(optimizer, flags.get("optimizer", {}))
     return ConfigSource(title, sections)
 
 
@@ -340,5 +340,5 @@ def heads_for_width(width: int) -> int:
     return min(even, key=lambda heads: abs(width / heads - HEAD_WIDTH))
 
 
-def _without(values: dict[str, Any], names: Any) -> dict[str, Any]:
+def _omit(values: dict[str, Any], names: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}

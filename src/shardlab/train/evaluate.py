@@ -238,8 +238,8 @@ class TextJob:
 
     def _count(self, text: EvaluationText) -> int:
         """Return the number of sequences that are evaluated."""
-        most = len(text) if self.batches is None else self.batches * self.jobs[-1].micro_batch_size
-        return min(len(text), most)
+        limit = len(text) if self.batches is None else self.batches * self.jobs[-1].micro_batch_size
+        return min(len(text), limit)
 
 
 def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> list[int]:
@@ -266,12 +266,12 @@ def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> l
 
     ascending = np.sort(lengths)
     widths = [width(int(ascending[-1]))]
-    while len(few := ascending[ascending <= widths[0] // 2]):
-        narrow, many = width(int(few[-1])), len(ascending)
-        split = cost(len(few), narrow) + cost(many - len(few), widths[0])
-        if narrow >= widths[0] or 3 * split > 2 * cost(many, widths[0]):
+    while len(shorter := ascending[ascending <= widths[0] // 2]):
+        narrow, total = width(int(shorter[-1])), len(ascending)
+        split = cost(len(shorter), narrow) + cost(total - len(shorter), widths[0])
+        if narrow >= widths[0] or 3 * split > 2 * cost(total, widths[0]):
             break
-        ascending, widths = few, [narrow, *widths]
+        ascending, widths = shorter, [narrow, *widths]
     return widths
 
 

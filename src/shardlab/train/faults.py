@@ -91,13 +91,14 @@ class WatchSettings:
         timeout: seconds within which every rank must make progress; longer than any step, evaluation or save.
         checked: program whose tapes the ranks run.
         line_of: function that finds the line of the strategy's source from which an op comes (see `LineOf`).
-        saved: function that describes in a sentence what the run has saved so far; None: the report leaves it out.
+        describe_saved: function that describes in a sentence what the run has saved so far; None: the report leaves
+            it out.
     """
 
     timeout: float
     checked: Checked
     line_of: LineOf
-    saved: Callable[[], str] | None = None
+    describe_saved: Callable[[], str] | None = None
 
 
 class Watch:
@@ -112,7 +113,7 @@ class Watch:
         self._settings = settings
         self._progresses = progresses
         self._tapes = TapeWaits(settings.checked, settings.line_of)
-        self._seen: dict[int, TapePosition | None] = dict.fromkeys(progresses)
+        self._last_positions: dict[int, TapePosition | None] = dict.fromkeys(progresses)
         self._idle = dict.fromkeys(progresses, 0.0)
         self._looked = time.monotonic()
 
@@ -124,12 +125,12 @@ class Watch:
     def look(self) -> list[int]:
         """Look at all ranks, and return those that have made no progress within the timeout."""
         now = time.monotonic()
-        passed = min(now - self._looked, 3 * self.interval)  # more time passes only if this process itself was stopped
+        elapsed = min(now - self._looked, 3 * self.interval)  # more time passes only if this process itself was stopped
         self._looked = now
         for rank, progress in self._progresses.items():
             position = progress.position
-            moved = position != self._seen[rank] or progress.ended
-            self._seen[rank], self._idle[rank] = position, 0.0 if moved else self._idle[rank] + passed
+            has_moved = position != self._last_positions[rank] or progress.ended
+            self._last_positions[rank], self._idle[rank] = position, 0.0 if has_moved else self._idle[rank] + elapsed
         return [rank for rank, idle in self._idle.items() if idle >= self._patience(rank)]
 
     def ask_for_stacks(self) -> None:
@@ -158,7 +159,7 @@ class Watch:
         return report_text(ranks), self._verdict(ranks)
 
     def _patience(self, rank: int) -> float:
-        return self._settings.timeout + (START if self._seen[rank] is None else 0)
+        return self._settings.timeout + (START if self._last_positions[rank] is None else 0)
 
     def _fate(self, rank: int) -> str:
         progress = self._progresses[rank]
@@ -172,32 +173,32 @@ class Watch:
         return "is stuck in the kernel (D)" if state is ProcessState.STUCK else ""
 
     def _ranks(self, fates: Mapping[int, str], *, awaited: bool) -> dict[int, RankReport]:
-        waits = self._tapes.waits({rank: each.position for rank, each in self._progresses.items()})
-        running = [rank for rank in self._progresses if rank not in fates] if awaited else []
-        stacks = read_stacks(self._progresses, running)
+        waits = self._tapes.waits({rank: progress.position for rank, progress in self._progresses.items()})
+        awaited_ranks = [rank for rank in self._progresses if rank not in fates] if awaited else []
+        stacks = read_stacks(self._progresses, awaited_ranks)
         return {
             rank: RankReport(wait, self._idle[rank], fates.get(rank, ""), stacks[rank]) for rank, wait in waits.items()
         }
 
     def _verdict(self, ranks: Mapping[int, RankReport]) -> str:
         """Return a sentence on the cause: ranks that cannot run, else ranks for which others wait, else the network."""
-        after = f"the run ended after the {self._settings.timeout:g} s of --timeout"
-        for fate in dict.fromkeys(seen.fate for seen in ranks.values()):
+        timeout_text = f"the run ended after the {self._settings.timeout:g} s of --timeout"
+        for fate in dict.fromkeys(report.fate for report in ranks.values()):
             if fate and fate != "has ended":
-                members = [rank for rank, seen in ranks.items() if seen.fate == fate]
-                return f"{describe_fate(members, fate)}, and {after}."
-        waits = {rank: seen.wait for rank, seen in ranks.items()}
+                members = [rank for rank, report in ranks.items() if report.fate == fate]
+                return f"{describe_fate(members, fate)}, and {timeout_text}."
+        waits = {rank: report.wait for rank, report in ranks.items()}
         blamed = find_culprits(waits) or [rank for rank, wait in waits.items() if not wait.blockers]
-        here = [rank for rank in blamed if rank in ranks]
-        if here:
-            what = waits[here[0]].what
+        local_ranks = [rank for rank in blamed if rank in ranks]
+        if local_ranks:
+            description = waits[local_ranks[0]].description
             return (
-                f"no progress on {rank_names(here)}: {what}; {after}. If steps, evaluations or saves of the run take "
-                "longer, give a larger --timeout."
+                f"no progress on {rank_names(local_ranks)}: {description}; {timeout_text}. "
+                "If steps, evaluations or saves of the run take longer, give a larger --timeout."
             )
         if blamed:
-            return f"no progress on {rank_names(blamed)} of another host, and {after}."
-        return _network(waits) + f", and {after}."
+            return f"no progress on {rank_names(blamed)} of another host, and {timeout_text}."
+        return _network(waits) + f", and {timeout_text}."
 
 
 class Watchdog:
@@ -219,15 +220,15 @@ class Watchdog:
         self._mine = RankProgress()
         self._mine.take()
         write_stack_on_signal(self._mine)
-        here = f"{socket.gethostname()} {_namespace()}"
+        this_host = f"{socket.gethostname()} {_namespace()}"
         self._ranks: dict[int, RankProgress] = {}
-        for other, (host, path) in enumerate(gather((here, self._mine.path))):
-            if host == here:
+        for other, (host, path) in enumerate(gather((this_host, self._mine.path))):
+            if host == this_host:
                 with suppress(OSError):
                     self._ranks[other] = self._mine if other == rank else RankProgress.at(path)
         self._watch = Watch(settings, self._ranks)
-        self._ended = threading.Event()
-        gather((here, ""))  # no rank may end before all ranks have opened its progress file
+        self._end_event = threading.Event()
+        gather((this_host, ""))  # no rank may end before all ranks have opened its progress file
 
     def __enter__(self) -> None:
         threading.Thread(target=self._look, daemon=True).start()
@@ -235,7 +236,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
+        self._end_event.set()
         if not isinstance(error, Exception):
             self._mine.ended = True
             return
@@ -243,9 +244,9 @@ class Watchdog:
             self._mine.reported = True
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates this rank, but the report comes first
-        lost = is_lost(error)
-        self._mine.fail(time.monotonic_ns(), lost, stack_text(traceback.extract_tb(trace)))
-        if not lost:
+        lost_peer = is_lost(error)
+        self._mine.fail(time.monotonic_ns(), lost_peer, stack_text(traceback.extract_tb(trace)))
+        if not lost_peer:
             self._watch.ask_for_stacks()
             time.sleep(LANDING)
             whole = "".join(traceback.format_exception(error))
@@ -255,17 +256,23 @@ class Watchdog:
             ) from None
         time.sleep(LANDING)
         fates = self._fates()
-        gone = [rank for rank, fate in fates.items() if fate == _GONE]
-        at_fault = [rank for rank, each in self._ranks.items() if (each.failed and not each.lost) or each.reported]
+        killed_ranks = [rank for rank, fate in fates.items() if fate == _GONE]
+        at_fault = [
+            rank
+            for rank, progress in self._ranks.items()
+            if (progress.failed and not progress.lost) or progress.reported
+        ]
         if at_fault or not self._reports():
             self._await_report(0.0)
             raise SystemExit(1)
         self._mine.reported = True
-        verdict = describe_end(*((gone, _GONE) if gone else ([self._rank], "lost its connection to another host")))
+        verdict = describe_end(
+            *((killed_ranks, _GONE) if killed_ranks else ([self._rank], "lost its connection to another host"))
+        )
         raise RankFailed(verdict, self._watch.report(fates)) from None
 
     def _look(self) -> None:
-        while not self._ended.wait(self._watch.interval):
+        while not self._end_event.wait(self._watch.interval):
             if self._watch.look():
                 self._end_hang()
 
@@ -273,38 +280,42 @@ class Watchdog:
         """Print the report, unless another rank of the host prints it, and end this process."""
         if not self._reports():
             self._await_report(self._watch.interval)
-        if not any(each.reported for each in self._ranks.values()):
+        if not any(progress.reported for progress in self._ranks.values()):
             report, verdict = self._watch.report_hang()
             self._mine.reported = True
-            saved = f"shardlab: the run failed; {self._settings.saved()}\n" if self._settings.saved else ""
+            saved_text = (
+                f"shardlab: the run failed; {self._settings.describe_saved()}\n"
+                if self._settings.describe_saved
+                else ""
+            )
             with suppress(OSError):
-                print(f"{saved}{report}\n\nshardlab: {verdict}", file=sys.stderr, flush=True)
+                print(f"{saved_text}{report}\n\nshardlab: {verdict}", file=sys.stderr, flush=True)
             time.sleep(LANDING)
-            for rank, each in self._ranks.items():  # the launcher would wait for a rank that is stopped
-                if rank != self._rank and each.pid and not each.ended:
+            for rank, progress in self._ranks.items():  # the launcher would wait for a rank that is stopped
+                if rank != self._rank and progress.pid and not progress.ended:
                     with suppress(OSError):
-                        os.kill(each.pid, signal.SIGKILL)
+                        os.kill(progress.pid, signal.SIGKILL)
         os._exit(1)
 
     def _reports(self) -> bool:
         """Return whether this rank reports for its host: the lowest rank that runs, or the lowest of all."""
-        running = [rank for rank, each in self._ranks.items() if process_state(each.pid) is ProcessState.RUNS]
-        return self._rank == min(running or self._ranks)
+        alive = [rank for rank, progress in self._ranks.items() if process_state(progress.pid) is ProcessState.RUNS]
+        return self._rank == min(alive or self._ranks)
 
     def _await_report(self, seconds: float) -> None:
         """Wait until a rank of this host has reported, for at most 3 * PATIENCE + `seconds` seconds."""
         deadline = time.monotonic() + 3 * PATIENCE + seconds
-        while time.monotonic() < deadline and not any(each.reported for each in self._ranks.values()):
+        while time.monotonic() < deadline and not any(progress.reported for progress in self._ranks.values()):
             time.sleep(0.02)
 
     def _fates(self) -> Mapping[int, str]:
         fates: dict[int, str] = {}
-        for rank, each in self._ranks.items():
-            if each.failed:
-                fates[rank] = "lost its connection" if each.lost else "failed"
-            elif each.ended:
+        for rank, progress in self._ranks.items():
+            if progress.failed:
+                fates[rank] = "lost its connection" if progress.lost else "failed"
+            elif progress.ended:
                 fates[rank] = "has ended"
-            elif process_state(each.pid) is ProcessState.GONE:
+            elif process_state(progress.pid) is ProcessState.GONE:
                 fates[rank] = _GONE
         return fates
 
@@ -353,14 +364,14 @@ def report_text(ranks: Mapping[int, RankReport]) -> str:
     """
     lines = ["where each rank was:"]
     positions: dict[tuple[RankWait, str], list[int]] = defaultdict(list)
-    for rank, seen in ranks.items():
-        positions[seen.wait, seen.fate].append(rank)
+    for rank, report in ranks.items():
+        positions[report.wait, report.fate].append(rank)
     for (wait, fate), members in positions.items():
         lines.append(f"  {rank_names(members)}: {_sentence(wait, max(ranks[rank].idle for rank in members), fate)}")
     lines += ["", "stacks, innermost call last:"]
     stacks: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for rank, seen in ranks.items():
-        stacks[tuple(seen.stack) or (seen.fate or "wrote none in time",)].append(rank)
+    for rank, report in ranks.items():
+        stacks[tuple(report.stack) or (report.fate or "wrote none in time",)].append(rank)
     for frames, members in stacks.items():
         if ranks[members[0]].stack:
             lines += [f"  {rank_names(members)}:", *(f"    {frame}" for frame in frames)]
@@ -374,12 +385,12 @@ class RankWait:
     """Place of a rank in its program, and the ranks that it waits for.
 
     Attributes:
-        what: the op in words, such as `waits in ...` or `is in ...`.
+        description: the op in words, such as `waits in ...` or `is in ...`.
         blockers: ranks that it waits for; empty if it computes.
         all_issued: whether all blockers have issued their part too, so that only the network can be the cause.
     """
 
-    what: str
+    description: str
     blockers: tuple[int, ...] = ()
     all_issued: bool = False
 
@@ -409,40 +420,42 @@ class TapeWaits:
         return check_forward(forward_only(self._checked))
 
     def _wait(self, rank: int, positions: Mapping[int, TapePosition | None]) -> RankWait:
-        here = positions[rank]
-        if here is None:
+        position = positions[rank]
+        if position is None:
             return RankWait("has not begun")
-        checked = self._forward if here.evaluates else self._checked
+        checked = self._forward if position.evaluates else self._checked
         tape = checked.program.tapes[rank]
-        if here.op >= here.length:
+        if position.op >= position.length:
             behind = tuple(
-                other for other in positions if other != rank and self._not_done(other, positions, here.round)
+                other
+                for other in positions
+                if other != rank and self._is_round_pending(other, positions, position.round)
             )
             return RankWait(
-                f"is at the end of {'an evaluation' if here.evaluates else f'step {here.step + 1}'}", behind
+                f"is at the end of {'an evaluation' if position.evaluates else f'step {position.step + 1}'}", behind
             )
-        if here.length != len(tape):  # the rank runs an earlier stage of a batch ramp, or a sample
-            return RankWait(f"is in op {here.op} of {here.length} of another program")
-        line = "" if here.evaluates else self._line_of(rank, here.op)
-        name = "evaluation" if here.evaluates else "step"
-        where = f"{name} {here.step + 1}, op {here.op} of {len(tape)}{line}: "
-        op = tape[here.op]
+        if position.length != len(tape):  # the rank runs an earlier stage of a batch ramp, or a sample
+            return RankWait(f"is in op {position.op} of {position.length} of another program")
+        line = "" if position.evaluates else self._line_of(rank, position.op)
+        name = "evaluation" if position.evaluates else "step"
+        location = f"{name} {position.step + 1}, op {position.op} of {len(tape)}{line}: "
+        op = tape[position.op]
         if op.kind is not OpKind.WAIT:
             verb = "starts" if op.kind in COMMUNICATION else "is in"
-            return RankWait(f"{where}{verb} {op_text(checked, rank, op)}")
+            return RankWait(f"{location}{verb} {op_text(checked, rank, op)}")
         communication = checked.communications[checked.communication_of[rank][op.handle]]
-        issued = next(each.op for each in communication.participants if each.rank == rank)
-        others = [each for each in communication.participants if each.rank != rank]
+        issued = next(member.op for member in communication.participants if member.rank == rank)
+        others = [member for member in communication.participants if member.rank != rank]
         missing = tuple(
-            each.rank
-            for each in others
-            if each.rank not in positions or _before(positions[each.rank], here.round, each.op)
+            member.rank
+            for member in others
+            if member.rank not in positions or _is_op_pending(positions[member.rank], position.round, member.op)
         )
-        what = f"{where}waits in {op_text(checked, rank, tape[issued])}"
-        return RankWait(what, missing or tuple(each.rank for each in others), not missing)
+        description = f"{location}waits in {op_text(checked, rank, tape[issued])}"
+        return RankWait(description, missing or tuple(member.rank for member in others), not missing)
 
     @staticmethod
-    def _not_done(rank: int, positions: Mapping[int, TapePosition | None], tape_round: int) -> bool:
+    def _is_round_pending(rank: int, positions: Mapping[int, TapePosition | None], tape_round: int) -> bool:
         """Return whether a rank has not ended a round (`TapePosition.round`) yet."""
         at = positions[rank]
         if at is None or at.round != tape_round:
@@ -477,14 +490,14 @@ class ProcessState(Enum):
 def process_state(pid: int) -> ProcessState:
     """Return the state of a process of this host, as reported by the kernel."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        state_code = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:  # the process has gone, or the system has no /proc
         try:
             os.kill(pid, 0)
         except OSError:
             return ProcessState.GONE
         return ProcessState.RUNS
-    return next((state for state in ProcessState if letter in state.value), ProcessState.RUNS)
+    return next((state for state in ProcessState if state_code in state.value), ProcessState.RUNS)
 
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -547,9 +560,9 @@ def _sentence(wait: RankWait, idle: float, fate: str) -> str:
     whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
     also_issued = ", which issued their part too" if wait.all_issued and wait.blockers else ""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
-    return f"{wait.what}{whom}{also_issued}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
+    return f"{wait.description}{whom}{also_issued}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
 
 
-def _before(position: TapePosition | None, tape_round: int, op: int) -> bool:
+def _is_op_pending(position: TapePosition | None, tape_round: int, op: int) -> bool:
     """Return whether a rank has not ended op `op` of a round (`TapePosition.round`) yet."""
     return position is None or (position.round, position.op) <= (tape_round, op)

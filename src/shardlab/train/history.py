@@ -57,32 +57,32 @@ def record_inode(out: Path) -> int | None:
     return None
 
 
-def note_end(out: Path, how: End, before: int | None, why: str = "", validation: float | None = None) -> None:
+def note_end(out: Path, end: End, old_inode: int | None, reason: str = "", validation: float | None = None) -> None:
     """Add to a run's record how it ended, unless the record is still the one from before this start.
 
     Args:
         out: folder of the run.
-        how: how the run ended.
-        before: inode of the record before this start (`record_inode`).
-        why: reason, in one line.
+        end: how the run ended.
+        old_inode: inode of the record before this start (`record_inode`).
+        reason: reason, in one line.
         validation: validation loss of the weights that the run leaves.
     """
     path = out / RECORD
     with suppress(OSError, ValueError):  # the run has ended in any case
-        if record_inode(out) == before:
+        if record_inode(out) == old_inode:
             return
-        ended = {"how": how, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
-        ended |= {} if validation is None else {VALIDATION: validation}
-        write_atomically(path, json.dumps({**json.loads(path.read_text()), "ended": ended}, indent=1) + "\n")
+        end_record = {"how": end, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": reason}
+        end_record |= {} if validation is None else {VALIDATION: validation}
+        write_atomically(path, json.dumps({**json.loads(path.read_text()), "ended": end_record}, indent=1) + "\n")
 
 
 def has_finished(out: Path) -> bool:
     """Return whether a run came to its end and wrote its weights."""
     try:
-        how = json.loads((out / RECORD).read_text())["ended"]["how"]
+        end = json.loads((out / RECORD).read_text())["ended"]["how"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return how == "finished" and weights_at(out / WEIGHTS) is not None
+    return end == "finished" and weights_at(out / WEIGHTS) is not None
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def find_runs(folders: Sequence[Path]) -> list[PastRun]:
     for folder in folders:
         if not folder.is_dir():
             raise missing_path(folder, "name the folder of a run, or one with runs in it")
-        inside = [folder] if (folder / RECORD).exists() else sorted(path.parent for path in folder.glob(f"*/{RECORD}"))
-        runs |= {path.resolve(): read_run(path) for path in inside}
+        paths = [folder] if (folder / RECORD).exists() else sorted(path.parent for path in folder.glob(f"*/{RECORD}"))
+        runs |= {path.resolve(): read_run(path) for path in paths}
     return sorted(runs.values(), key=lambda run: str(run.record.get("began", "")))
 
 
@@ -162,21 +162,21 @@ def read_run(folder: Path) -> PastRun:
         raise UserError(f"{folder} is not the folder of a run: it has no {RECORD}")
     try:
         record = dict(read_file(folder / RECORD, "JSON"))
-        ended = dict(record.get("ended") or {})
+        end_record = dict(record.get("ended") or {})
     except UserError as error:
-        record, ended = {}, {"how": "unreadable", "why": str(error)}
+        record, end_record = {}, {"how": "unreadable", "why": str(error)}
     except (TypeError, ValueError):
-        record, ended = {}, {"how": "unreadable", "why": f"{folder / RECORD} is not the record of a run"}
+        record, end_record = {}, {"how": "unreadable", "why": f"{folder / RECORD} is not the record of a run"}
     last = last_figures(folder / METRICS)
     steps = int(last["step"] or 0) + 1 if "step" in last else 0
-    wanted = _configured_steps(folder)
-    how = ended.get("how") or _guess_end(folder, wanted is not None and steps >= wanted)
-    last_validation: Any = ended.get(VALIDATION)
+    total = _configured_steps(folder)
+    end = end_record.get("how") or _guess_end(folder, total is not None and steps >= total)
+    last_validation: Any = end_record.get(VALIDATION)
     if not isinstance(last_validation, float):
         losses = (record.get(VALIDATION) for record in reversed(read_records(folder)))
         last_validation = next((loss for loss in losses if loss is not None), None)
     return PastRun(
-        folder, record, steps, wanted, last, last_validation, how, ended.get("why", ""), checkpoints_in(folder)
+        folder, record, steps, total, last, last_validation, end, end_record.get("why", ""), checkpoints_in(folder)
     )
 
 
@@ -189,8 +189,8 @@ def runs_beside(folder: Path) -> list[Path]:
 
 def starting_folder(folder: Path) -> str | None:
     """Return the working directory in which a run began; None if its record does not say it."""
-    where = read_run(folder).record.get("folder") if (folder / RECORD).is_file() else None
-    return where if isinstance(where, str) else None
+    working_folder = read_run(folder).record.get("folder") if (folder / RECORD).is_file() else None
+    return working_folder if isinstance(working_folder, str) else None
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -254,8 +254,8 @@ def lock_metrics(folder: Path) -> FileIO:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.close()
-                given = f"{folder} is in use by another process"
-                raise UserError(f"{given}; wait until it has ended, or end it first") from None
+                problem = f"{folder} is in use by another process"
+                raise UserError(f"{problem}; wait until it has ended, or end it first") from None
             time.sleep(0.05)
             continue
         except OSError:  # a file system without locks
@@ -301,8 +301,8 @@ def require_writable(folder: Path) -> None:
         UserError: with the reason, if it cannot.
     """
     try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        os.rmdir(tempfile.mkdtemp(prefix=".shardlab-", dir=there))
+        existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".shardlab-", dir=existing_folder))
     except OSError as error:
         raise UserError(
             f"--out {folder}: nothing can be written there ({error.strerror}); name another folder, one of your own"

@@ -201,15 +201,15 @@ class Tracing:
 
     Attributes:
         warm_up: number of steps before the first recorded one. They allocate memory and open connections.
-        timed: number of steps whose ops are timed. They start together on all ranks, as simulated steps do.
-        measured: number of steps after the timed ones whose memory is measured. The trace shows the last of them.
+        timed_steps: number of steps whose ops are timed. They start together on all ranks, as simulated steps do.
+        measured_steps: number of steps after the timed ones whose memory is measured. The trace shows the last of them.
     """
 
     warm_up: int = 3
-    timed: int = 10
-    measured: int = 2
+    timed_steps: int = 10
+    measured_steps: int = 2
 
     @property
     def steps(self) -> int:
         """Number of steps that a run needs for the trace."""
-        return self.warm_up + self.timed + self.measured
+        return self.warm_up + self.timed_steps + self.measured_steps

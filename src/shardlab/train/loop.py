@@ -68,7 +68,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
         if folder is not None:
             setup.world.print(Console(file=sys.stderr))
             display = stack.enter_context(
-                TrainingProgress(run.config.train.steps, run.config.logging.log_every, done=executor.state.step)
+                TrainingProgress(run.config.train.steps, run.config.logging.log_every, past_steps=executor.state.step)
             )
             setup.write_records(folder)
         records = Records(folder, display, validation, weights)
@@ -87,7 +87,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
             return None
         if rank == 0 and not math.isfinite(validation.losses[VALIDATION]):
             raise divergence_error(run, f"the validation loss after step {training.state.step}")
-        return records.summary(training, sampling, saver.saved)
+        return records.summary(training, sampling, saver.saved_step)
 
 
 def fit(training: Training) -> bool:
@@ -185,9 +185,9 @@ class RankSetup:
             self.checkpoint.restore(executor.state)
         return {
             count: executor
-            if each is checked
-            else Executor(each, *arguments, groups=self._groups, weights_of=executor.state)
-            for count, each in self._programs.items()
+            if program is checked
+            else Executor(program, *arguments, groups=self._groups, weights_of=executor.state)
+            for count, program in self._programs.items()
         }
 
     def make_evaluation(self, executor: Executor) -> Evaluation:
@@ -203,10 +203,10 @@ class RankSetup:
 
     def make_auditing(self, executors: Iterable[Executor]) -> list[Auditing]:
         """Make the callback that audits the ranks; none unless `audit_every` is set."""
-        every = self._run.config.train.audit_every
-        if every is None:
+        interval = self._run.config.train.audit_every
+        if interval is None:
             return []
-        return [Auditing([Audit(each) for each in executors], every, partial(describe_saved, self._run.out))]
+        return [Auditing([Audit(executor) for executor in executors], interval, partial(describe_saved, self._run.out))]
 
     def write_records(self, folder: OutputFolder) -> None:
         """Write the files that are complete before the first step: record, configuration, drawing and tokenizer."""

@@ -43,9 +43,9 @@ def write_report(run: TrainingRun, summary: Summary, predicted: float | str) -> 
     """
     records = [json.loads(line) for line in (run.out / METRICS).read_text().splitlines()]
     with writing(run.out / PLOTS) as path:
-        before = {"step": -1, VALIDATION: summary.validation_before}
-        after = {VALIDATION: summary.validation_after, VALIDATION_EMA: summary.validation_after_ema}
-        ends = [before, {"step": summary.steps - 1, **after}]
+        start_record = {"step": -1, VALIDATION: summary.validation_before}
+        end_losses = {VALIDATION: summary.validation_after, VALIDATION_EMA: summary.validation_after_ema}
+        ends = [start_record, {"step": summary.steps - 1, **end_losses}]
         draw_runs({run.job.title: records}, path, summary.warm_up, ends)
     with writing(run.out / "report.md") as path:
         write_atomically(path, _text(run, summary, predicted, records))
@@ -95,11 +95,11 @@ def draw_runs(
             axes.plot(steps, _column(records, name, scale), linewidth=1.2, color=color, label=run)
             axes.set(xlabel="optimizer step", ylabel=label)
         rows = [*ends, *records]
-        ended = [row["step"] + 1 for row in rows]  # a step's validation comes after it
+        finished_steps = [row["step"] + 1 for row in rows]  # a step's validation comes after it
         for name, marker in ((VALIDATION, "o"), (VALIDATION_EMA, "x")):
-            grid[0][0].plot(ended, _column(rows, name), marker, markersize=4, color=color)
-        least, most = (_column(records, f"memory_{end}", 2.0**-20) for end in ("min", "max"))
-        grid[2][0].fill_between(steps, least, most, alpha=0.2, color=color)
+            grid[0][0].plot(finished_steps, _column(rows, name), marker, markersize=4, color=color)
+        smallest, largest = (_column(records, f"memory_{end}", 2.0**-20) for end in ("min", "max"))
+        grid[2][0].fill_between(steps, smallest, largest, alpha=0.2, color=color)
         times = usual_times(records, warm_up)
         left_out = "" if len(times) == len(records) else f" ({counted(len(records) - len(times), 'outlier')} left out)"
         milliseconds = [1000 * time for time in times]
@@ -230,7 +230,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
     }
     if summary.validation_after_ema is not None:
         rows["validation loss of averages"] = f"{summary.validation_after_ema:.4f} after"
-    rank_rows = [f"| {each['rank']} | {each['host']} | {each['device']} | {_mesh(each)} |" for each in record["places"]]
+    rank_rows = [f"| {rank['rank']} | {rank['host']} | {rank['device']} | {_mesh(rank)} |" for rank in record["places"]]
     return "\n".join(
         [
             f"# {job.title} on {counted(job.ranks, 'rank')}",
@@ -269,10 +269,10 @@ def _mfu(run: TrainingRun, summary: Summary, records: Sequence[Mapping[str, Any]
     """Return the model FLOPs utilization of a step of median duration, or the reason why it is not known."""
     if run.peak is None:
         return "the device's peak FLOP/s are not known; shardlab bench compute measures them"
-    known = [each["mfu"] * each["dt"] / summary.dt for each in records if each["mfu"] is not None]
-    if not known or known[-1] > 1:
+    utilizations = [record["mfu"] * record["dt"] / summary.dt for record in records if record["mfu"] is not None]
+    if not utilizations or utilizations[-1] > 1:
         return "steps were faster than the measured peak FLOP/s; shardlab bench compute measures them again"
-    return f"{known[-1]:.1%}"
+    return f"{utilizations[-1]:.1%}"
 
 
 def _prediction(predicted: float, measured: float) -> str:

@@ -97,20 +97,20 @@ class TrainingRun:
             plan.passes,
         )
 
-    def is_due(self, every: int | None, step: int) -> bool:
-        """Return whether an action that runs every `every` steps is due after a step. After the last step, none is.
+    def is_due(self, interval: int | None, step: int) -> bool:
+        """Return whether an action that runs every `interval` steps is due after a step. After the last step, none is.
 
         Args:
-            every: number of steps between two actions; None for an action that is never due.
+            interval: number of steps between two actions; None for an action that is never due.
             step: number of the step, counted from 0.
         """
-        done = step + 1
-        return every is not None and done % every == 0 and done < self.config.train.steps
+        finished_steps = step + 1
+        return interval is not None and finished_steps % interval == 0 and finished_steps < self.config.train.steps
 
     def logs(self, step: int) -> bool:
         """Return whether a step is recorded: the first, the last, every N-th, and each with a validation or sample."""
         logging = self.config.logging
-        due = any(self.is_due(every, step) for every in (logging.validate_every, logging.sample_every))
+        due = any(self.is_due(interval, step) for interval in (logging.validate_every, logging.sample_every))
         return due or step + 1 in (1, self.config.train.steps) or (step + 1) % logging.log_every == 0
 
     def corpus(self, *, verify: bool = False) -> Corpus:

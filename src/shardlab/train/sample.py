@@ -89,23 +89,23 @@ def for_text(model: Model) -> Model:
     return replace(model, capacity_factor=None) if isinstance(model, MoE) else model
 
 
-def writing_threads(model: Model, most: int) -> int:
-    """Return the number of threads, at most `most`, on which a model generates single tokens fastest."""
-    every = (each for layer in range(model.layers) for each in model.layout(layer).parameters)
-    largest = max(math.prod(each.shape[-2:]) for each in every if each.name != POSITIONS)
-    return max(1, min(most, largest // PER_THREAD))
+def writing_threads(model: Model, limit: int) -> int:
+    """Return the number of threads, at most `limit`, on which a model generates single tokens fastest."""
+    parameters = (parameter for layer in range(model.layers) for parameter in model.layout(layer).parameters)
+    largest = max(math.prod(parameter.shape[-2:]) for parameter in parameters if parameter.name != POSITIONS)
+    return max(1, min(limit, largest // PER_THREAD))
 
 
 @contextmanager
-def in_writing(model: Model, most: int) -> Generator[None, None, None]:
+def in_writing(model: Model, limit: int) -> Generator[None, None, None]:
     """Compute on `writing_threads` threads inside of the context, unless OMP_NUM_THREADS is set."""
-    before = torch.get_num_threads()
+    old_threads = torch.get_num_threads()
     if asked_threads(os.environ) is None:
-        torch.set_num_threads(writing_threads(model, most))
+        torch.set_num_threads(writing_threads(model, limit))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(old_threads)
 
 
 def whole_weights(model: Blocks, initial: Initial, device: torch.device) -> list[Tensor]:
@@ -115,16 +115,16 @@ def whole_weights(model: Blocks, initial: Initial, device: torch.device) -> list
     return [flat.to(device) for flat in read]
 
 
-def as_text(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[str]:
+def as_text(tokens: Iterable[int], tokenizer: Tokenizer, prefix: Sequence[int] = ()) -> Iterator[str]:
     """Yield the text of tokens as they arrive, made printable. A character appears once its last byte has arrived.
 
     Args:
         tokens: tokens of the text.
         tokenizer: tokenizer of the model.
-        before: tokens that precede `tokens`. Their text is not yielded.
+        prefix: tokens that precede `tokens`. Their text is not yielded.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for part in decode_incrementally(tokens, tokenizer, before):
+    for part in decode_incrementally(tokens, tokenizer, prefix):
         if text := decoder.decode(part):
             yield printable(text)
     if text := decoder.decode(b"", final=True):
@@ -146,10 +146,10 @@ class ParallelWriter(TextGenerator):
         state: state of the training. Its weights are copied when the writer is made.
         whole: the model, not split into the layers of a program. Dropout is off, and experts drop no token.
         choice: how tokens are drawn.
-        asked: function that returns whether this rank is asked to stop.
+        should_stop: function that returns whether this rank is asked to stop.
     """
 
-    def __init__(self, state: State, whole: Blocks, choice: TokenSampling, asked: Callable[[], bool]) -> None:
+    def __init__(self, state: State, whole: Blocks, choice: TokenSampling, should_stop: Callable[[], bool]) -> None:
         ranks = dist.get_world_size()
         parts = [range(rank * whole.layers // ranks, (rank + 1) * whole.layers // ranks) for rank in range(ranks)]
         mine = parts[state.rank]
@@ -158,7 +158,7 @@ class ParallelWriter(TextGenerator):
         self._previous = next((rank for rank in active if parts[rank].stop == mine.start), None)
         self._next = next((rank for rank in active if parts[rank].start == mine.stop), None)
         self._is_last = bool(mine) and self._next is None
-        self._asked, self._began, self._width = asked, time.monotonic(), whole.hidden_size
+        self._should_stop, self._began, self._width = should_stop, time.monotonic(), whole.hidden_size
         self._scores = torch.zeros(whole.vocab_size + 1, dtype=state.exact, device=state.settings.device)
 
     def compute(self, x: Tensor, share: Share) -> Tensor:
@@ -172,7 +172,7 @@ class ParallelWriter(TextGenerator):
         self._scores.zero_()
         if self._is_last:
             self._scores[:-1] = x[0, -1]
-        self._scores[-1] = float(self._asked() and time.monotonic() - self._began > HURRY)  # request to stop
+        self._scores[-1] = float(self._should_stop() and time.monotonic() - self._began > HURRY)  # request to stop
         dist.all_reduce(self._scores)
         return self._scores[None, None, :-1]
 
@@ -198,7 +198,7 @@ class Conversation:
         tokenizer: tokenizer of the model.
         template: template that turns are written in.
         choice: how tokens are drawn. Each answer has a seed of its own.
-        most: largest number of tokens of an answer.
+        max_new_tokens: largest number of tokens of an answer.
         cached: whether to cache keys and values (see `TextGenerator`).
         messages: messages of the turns that the model still sees. A turn is a question with its answer.
         dropped: number of turns that the model no longer sees.
@@ -209,7 +209,7 @@ class Conversation:
     tokenizer: Tokenizer
     template: ChatTemplate
     choice: TokenSampling
-    most: int
+    max_new_tokens: int
     cached: bool = True
     messages: list[Message] = field(default_factory=list[Message])
     dropped: int = 0
@@ -226,17 +226,19 @@ class Conversation:
         writer = TextGenerator(self.model, self.flats, replace(self.choice, seed=self.choice.seed + self._answers),
                         cached=self.cached)  # fmt: skip
         self._answers += 1
-        generated = takewhile(lambda token: token not in self.template.ends, writer.generate(tokens, self.most))
+        generated = takewhile(
+            lambda token: token not in self.template.ends, writer.generate(tokens, self.max_new_tokens)
+        )
         answer = ""
-        for part in until(as_text(generated, self.tokenizer, tokens), self.template.stop):
-            shown = part if answer else part.lstrip()
-            answer += shown
-            yield shown
+        for part in cut_at(as_text(generated, self.tokenizer, tokens), self.template.stop):
+            text = part if answer else part.lstrip()
+            answer += text
+            yield text
         self.messages = [*messages, {"role": "assistant", "content": answer.strip()}]
 
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """Return the last turns that leave enough positions for an answer, and their tokens."""
-        reserved = min(self.most, self.model.seq_len // 4)
+        reserved = min(self.max_new_tokens, self.model.seq_len // 4)
         while True:
             tokens = [*self.template.begin, *self.tokenizer.encode_spelled(self.template.render(messages))]
             if len(tokens) + reserved <= self.model.seq_len:
@@ -252,14 +254,14 @@ class Conversation:
         return messages, tokens
 
 
-def until(parts: Iterator[str], stop: str) -> Iterator[str]:
+def cut_at(parts: Iterator[str], stop: str) -> Iterator[str]:
     """Yield a text as it arrives, up to the first occurrence of `stop`."""
     pending = ""  # may be the beginning of `stop`
     for part in parts:
         pending += part
-        before, separator, _ = pending.partition(stop) if stop else (pending, "", "")
+        head, separator, _ = pending.partition(stop) if stop else (pending, "", "")
         if separator:
-            yield before
+            yield head
             return
         overlap = next((n for n in range(min(len(stop), len(pending)), 0, -1) if pending.endswith(stop[:n])), 0)
         yield pending[: len(pending) - overlap]
@@ -275,7 +277,7 @@ def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[T
     """
     model = state.model
     needed = [
-        {(block, each.name) for block in part for each in whole.layout(block).parameters}
+        {(block, parameter.name) for block in part for parameter in whole.layout(block).parameters}
         | {(0, name) for block in part for name in whole.borrowed(block)}
         for part in parts
     ]
@@ -285,7 +287,7 @@ def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[T
     views = {block: named_views(whole.layout(block), flats[block]) for block in mine}
     buffers = {(block, name): views[block][name] for block, name in needed[state.rank]}
     for layer in range(model.layers):
-        names = {(block, each.name) for block, each in model.run(layer).parameters()}
+        names = {(block, parameter.name) for block, parameter in model.run(layer).parameters()}
         for rank, theirs in enumerate(needed):
             if names & theirs:
                 _gather_layer(state, layer, rank, buffers)

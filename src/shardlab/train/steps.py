@@ -125,13 +125,13 @@ class StepResult:
                 "for each name, or None"
             )
         for name, value in (figures or {}).items():
-            where = f"on_metrics of the callback {callback} returned {name!r}"
+            clause = f"on_metrics of the callback {callback} returned {name!r}"
             if name in self.metrics:
-                raise UserError(f"{where}, which is already a figure of every step; give it another name")
+                raise UserError(f"{clause}, which is already a figure of every step; give it another name")
             try:
                 checked[name] = float(value)
             except (TypeError, ValueError):
-                raise UserError(f"{where} with {value!r}, which is no number; return a number for each name") from None
+                raise UserError(f"{clause} with {value!r}, which is no number; return a number for each name") from None
         return checked
 
 
@@ -191,8 +191,8 @@ class UserCallback(Callback):
             hint = ""
             if isinstance(error, KeyError) and keys is not None and error.args[0] not in keys:
                 hint = f"; {suggest_name(str(error.args[0]), keys)}"
-            where = f"the callback {self._name} failed in {method}{at_line(line_of_error(error))}"
-            raise UserError(f"{where}: {error_text(error)}{hint}") from error
+            subject = f"the callback {self._name} failed in {method}{at_line(line_of_error(error))}"
+            raise UserError(f"{subject}: {error_text(error)}{hint}") from error
 
 
 class Display(Protocol):
@@ -201,7 +201,7 @@ class Display(Protocol):
     def say(self, text: str) -> None:
         """Print a text above the display."""
 
-    def begin(self, what: str) -> None:
+    def begin(self, activity: str) -> None:
         """Show an activity other than a step."""
 
     def show_validation(self, losses: Mapping[str, float]) -> None:
@@ -243,7 +243,7 @@ class Training:
         self._stop = stop
         self._display = display
         self._bytes_per_token = bytes_per_token(batches.corpus)
-        self._ended = 0.0
+        self._last_end = 0.0
 
     @property
     def state(self) -> State:
@@ -268,21 +268,21 @@ class Training:
     @property
     def stopping(self) -> bool:
         """Whether this rank was asked to stop."""
-        return self._stop.asked
+        return self._stop.is_requested
 
     def stop(self) -> None:
         """Ask all ranks to stop after the next step or the one after it. The run is saved, and can be resumed."""
-        self._stop.asked = self.stopped = True
+        self._stop.is_requested = self.stopped = True
 
     def say(self, text: str) -> None:
         """Print a text on rank 0, above the progress display."""
         if self._display is not None:
             self._display.say(text)
 
-    def begin(self, what: str) -> None:
+    def begin(self, activity: str) -> None:
         """Show an activity other than a step, on rank 0."""
         if self._display is not None:
-            self._display.begin(what)
+            self._display.begin(activity)
 
     def show_validation(self, losses: Mapping[str, float]) -> None:
         """Show validation losses on rank 0."""
@@ -292,7 +292,7 @@ class Training:
     def start_clock(self) -> None:
         """Start the clock of the next step now, on all ranks together, since rank 0 may have done other work before."""
         dist.barrier()
-        self._ended = time.perf_counter()
+        self._last_end = time.perf_counter()
 
     def __iter__(self) -> Iterator[StepResult]:
         """Run the steps, and yield the result of each while the next one runs already. All ranks yield the same steps.
@@ -337,13 +337,13 @@ class Training:
         state = self.state
         device, rank = state.settings.device, state.rank
         measured = [*self._executor.read(), peak_memory(device)]
-        began, self._ended = self._ended, time.perf_counter()
+        began, self._last_end = self._last_end, time.perf_counter()
         messages = [callback.message() for callback in self.callbacks]
         rows = torch.zeros(2 + len(RANK_FIGURES) + len(messages), self.run.config.plan.ranks, dtype=loss.dtype)
-        column = [_non_finite_code(loss, state), state.squared_norm, max(self._ended - began, SHORTEST_SECONDS)]
+        column = [_non_finite_code(loss, state), state.squared_norm, max(self._last_end - began, SHORTEST_SECONDS)]
         rows[:, rank] = torch.tensor([*column, *measured, *messages])
-        requests = torch.tensor([self._stop.asked, self._stop.warned], dtype=loss.dtype)
-        sums = torch.cat([loss, *(to_device(device, each) for each in (requests, rows.flatten()))])
+        requests = torch.tensor([self._stop.is_requested, self._stop.warned], dtype=loss.dtype)
+        sums = torch.cat([loss, *(to_device(device, tensor) for tensor in (requests, rows.flatten()))])
         alone = self.run.config.plan.ranks == 1
         return sums, None if alone else cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
@@ -354,7 +354,7 @@ class Training:
         run = self.run
         total, tokens, stopping, warned = cast(list[float], sums[:4].tolist())
         codes, norms, *rows = cast(list[list[float]], sums[4:].view(-1, run.config.plan.ranks).tolist())
-        known = [norm for norm in norms if not math.isnan(norm)]
+        known_norms = [norm for norm in norms if not math.isnan(norm)]
         spread = mean_min_max(rows[: len(RANK_FIGURES)])
         job, loss = run.job, total / max(1.0, tokens)
         sequences = run.config.train.ramp.microbatches(step) * job.micro_batch_size
@@ -363,29 +363,29 @@ class Training:
             "loss": loss,
             "bits_per_byte": bits_per_byte(loss, self._bytes_per_token),
             "learning_rate": run.config.optimizer.rate(step),
-            "grad_norm": math.sqrt(known[0]) if known else None,
+            "grad_norm": math.sqrt(known_norms[0]) if known_norms else None,
             **spread,
             **speeds(job.model, sequences, spread["dt"], job.ranks, run.peak),
         }
         faults = [int(code) for code in codes]
         stops = run.config.train.non_finite == "stop"
-        what = _describe_non_finite(faults, step, run) if any(faults) else ""
+        not_finite = _describe_non_finite(faults, step, run) if any(faults) else ""
         for callback, messages in zip(self.callbacks, rows[len(RANK_FIGURES) :], strict=True):
             callback.on_messages(messages)
         if stopping:
             grace = WARNED_GRACE if warned else GRACE
             self._stop.ask(grace)  # even if only another rank was asked: every rank has to end in time
         diverged = [rank for rank, code in enumerate(faults) if code and stops]
-        return StepResult(metrics, stopping > 0, diverged, what)
+        return StepResult(metrics, stopping > 0, diverged, not_finite)
 
 
-def divergence_error(run: TrainingRun, what: str) -> UserError:
+def divergence_error(run: TrainingRun, value: str) -> UserError:
     """Return the error for a value that is not finite. It says what has been saved, and what to try."""
     clip = run.config.optimizer.clip
     now = "--clip 1" if run.job.checked().clips else "--clip 1 with a plan"
     limit = now if clip is None else f"a --clip of less than {clip:g}"
     return UserError(
-        f"{what} is not finite, so training has stopped; {describe_saved(run.out)}; "
+        f"{value} is not finite, so training has stopped; {describe_saved(run.out)}; "
         f"try a --learning-rate of less than {run.config.optimizer.learning_rate:g}, or {limit}"
     )
 
@@ -454,10 +454,10 @@ def flops_per_token(model: Blocks) -> float:
     """
     top_k, experts = getattr(model, "top_k", 1), getattr(model, "experts", 1)
     routed = sum(
-        each.numel
+        parameter.numel
         for layer in range(model.layers)
-        for each in model.layout(layer).parameters
-        if ".experts." in each.name
+        for parameter in model.layout(layer).parameters
+        if ".experts." in parameter.name
     )
     parameters = count_parameters(model).without_positions - routed * (1 - top_k / experts)
     rotated = model.rope_dim // 2 if isinstance(model, GPT) and model.kv_rank else 0  # of queries and keys, not values
@@ -471,8 +471,8 @@ def bytes_per_token(corpus: Corpus) -> float:
     Prepared data record the bytes of each part. Otherwise the first DECODED_TOKENS tokens are decoded.
     """
     stream = corpus.training
-    each = [_bytes_per_token(run, corpus.tokenizer) for run in stream.runs]
-    return sum(share * ratio for share, ratio in zip(stream.shares, each, strict=True)) / sum(stream.shares)
+    ratios = [_bytes_per_token(run, corpus.tokenizer) for run in stream.runs]
+    return sum(share * ratio for share, ratio in zip(stream.shares, ratios, strict=True)) / sum(stream.shares)
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
@@ -500,8 +500,8 @@ def _describe_non_finite(codes: Sequence[int], step: int, run: TrainingRun) -> s
     lowest = min(code for code in codes if code)
     ranks = [rank for rank, code in enumerate(codes) if code == lowest]
     layer = f"gradient of layer {lowest - 2}" if lowest - 2 < run.job.cut.layers else "gradient's norm"
-    what = "loss" if lowest == 1 else layer
-    return f"the {what} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+    quantity = "loss" if lowest == 1 else layer
+    return f"the {quantity} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 def _bytes_per_token(run: TokenRun, tokenizer: Tokenizer) -> float:

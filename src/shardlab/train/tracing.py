@@ -78,7 +78,7 @@ class TracedExecutor:
             self._record.offset, self._record.bound = clock_offset(self._record.rank, ranks, device)
             self._folder.mkdir(parents=True, exist_ok=True)  # hosts without a shared disk lack the folder
         try:
-            if step < tracing.warm_up + tracing.timed:
+            if step < tracing.warm_up + tracing.timed_steps:
                 dist.barrier()
                 return self._recorder.step()
             self._record.memory = MemoryRecord()
@@ -100,8 +100,8 @@ class TracedExecutor:
         if records is not None:
             by_rank = {record.rank: record for record in records}
             with writing(self._folder / "trace.json") as path:
-                seen = write_trace(self._folder, self._job, self._executor.state.checked, by_rank)
-                save_trace_events({"measured": (seen.timeline, seen.counters)}, path)
+                measurement = write_trace(self._folder, self._job, self._executor.state.checked, by_rank)
+                save_trace_events({"measured": (measurement.timeline, measurement.counters)}, path)
         dist.barrier()  # no rank may remove its own file before the merged one exists
         rank_file(self._folder, rank).unlink(missing_ok=True)
 
@@ -133,7 +133,7 @@ class ProfiledExecutor:
         self._on_gpu = executor.state.settings.device.type == "cuda"
         self._profile: profile | None = None
         plain = zip(executor.state.tape, executor.instructions, strict=True)
-        executor.instructions[:] = [self._named(self._name(op), instruction) for op, instruction in plain]
+        executor.instructions[:] = [self._annotate(self._name(op), instruction) for op, instruction in plain]
         self.inner: Executor | TracedExecutor = executor
 
     @property
@@ -166,7 +166,7 @@ class ProfiledExecutor:
                 torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
         return loss
 
-    def _named(self, name: str, instruction: Instruction) -> Instruction:
+    def _annotate(self, name: str, instruction: Instruction) -> Instruction:
         def run() -> None:
             if self._profile is None:
                 return instruction()

@@ -59,10 +59,10 @@ class PartialFile:
 
     def write(self, chunk: bytes | memoryview) -> None:
         """Append some bytes."""
-        left = memoryview(chunk)
+        remaining = memoryview(chunk)
         try:
-            while left and self._file and not self._error:  # a disk that is nearly full may write a part
-                left = left[self._file.write(left) :]
+            while remaining and self._file and not self._error:  # a disk that is nearly full may write a part
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             self._error = error
 
@@ -128,8 +128,8 @@ def _all_finite(state: State) -> bool:
 
 def _write_somewhere(state: State, single: Path, shard_bytes: int) -> list[str]:
     """Write weights into the run's folder. If that fails, write them into a temporary folder; rank 0 says where."""
-    why = _write(state, single, shard_bytes)
-    if not why:
+    error = _write(state, single, shard_bytes)
+    if not error:
         return []
     elsewhere = [""]
     if state.rank == 0:
@@ -139,7 +139,7 @@ def _write_somewhere(state: State, single: Path, shard_bytes: int) -> list[str]:
     folder = Path(elsewhere[0])
     failed = not elsewhere[0] or _write(state, folder / single.name, shard_bytes)
     if state.rank == 0:
-        say(f"shardlab: {why}")
+        say(f"shardlab: {error}")
         if not failed:
             say(f"shardlab: the weights are in {folder / single.name} instead")
         elif elsewhere[0]:
@@ -158,10 +158,13 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
     """
     model, rank, dtype = state.model, state.rank, torch_dtype(state.settings.precision.parameters)
     tensors = [
-        {f"layers.{block}.{each.name}": (dtype, each.shape) for block, each in model.run(layer).parameters()}
+        {
+            f"layers.{block}.{parameter.name}": (dtype, parameter.shape)
+            for block, parameter in model.run(layer).parameters()
+        }
         for layer in range(model.layers)
     ]
-    sizes = [sum(dtype.itemsize * math.prod(shape) for _, shape in each.values()) for each in tensors]
+    sizes = [sum(dtype.itemsize * math.prod(shape) for _, shape in shapes.values()) for shapes in tensors]
     files = shards_of(sizes, single.name, shard_bytes)
     layers: dict[str, list[int]] = {}
     for layer, file in enumerate(files):
@@ -181,16 +184,16 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
         names = {name: file for parameters, file in zip(tensors, files, strict=True) for name in parameters}
         index.append(PartialFile(index_of(single), index_text(names, sum(sizes)).encode()))
     shards, old = list(mine.values()), [partial(_remove_old, single)] if rank == 0 else []
-    why = (
+    error = (
         _run_on_all([file.end for file in (*shards, *index)])
         or _run_on_all(old)  # before the renames, so that no index ever names old files and new ones
         or _run_on_all([file.rename for file in shards])
         or _run_on_all([file.rename for file in index])
     )
     for file in (*shards, *index):
-        file.close(drop=bool(why))
+        file.close(drop=bool(error))
     dist.barrier()
-    return why
+    return error
 
 
 def _gather_layer(state: State, layer: int, writer: int, file: PartialFile | None) -> None:

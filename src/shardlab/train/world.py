@@ -103,11 +103,11 @@ class RunningWorld:
             cpus, mesh = [place.cpus] * len(bound), [str(place.mesh[axis]) for axis in axes]
             table.add_row(str(place.rank), place.host, place.device, *cpus, *mesh)
         console.print(table)
-        if (left := len(self.places) - SHOWN) > 0:
-            console.print(f"and {left} more, in run.json", highlight=False)
+        if (omitted := len(self.places) - SHOWN) > 0:
+            console.print(f"and {omitted} more, in run.json", highlight=False)
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
-        each = f", {counted(self.places[0].threads, 'thread')} each" if self.backend == "gloo" else ""
-        line, whole = f"{self.backend}, started by {self.launcher}{each}; {versions}", not console.is_terminal
+        threads_text = f", {counted(self.places[0].threads, 'thread')} each" if self.backend == "gloo" else ""
+        line, whole = f"{self.backend}, started by {self.launcher}{threads_text}; {versions}", not console.is_terminal
         console.print(line, highlight=False, soft_wrap=whole)
         if self.backend == "gloo" and (threads := self.places[0].threads) > 1 and (busy := busy_cpus()):
             line = (
@@ -187,11 +187,11 @@ def require_agreement(checked: Checked, data: str, resumed: str = "") -> None:
         RuntimeError: if some ranks differ from rank 0; the message names them.
     """
     gathered = gather_objects((checked.program.fingerprint(), data, resumed))
-    for what, index in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
+    for difference, index in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
         others = [rank for rank, theirs in enumerate(gathered) if theirs[index] != gathered[0][index]]
         if others:
             raise RuntimeError(
-                f"rank {', '.join(map(str, others))} has {what} than rank 0; "
+                f"rank {', '.join(map(str, others))} has {difference} than rank 0; "
                 "run the same files, with the same Python, on every host"
             )
 

@@ -138,7 +138,7 @@ def test_dropped_characters_count_as_text(tmp_path: Path, prepared: bool) -> Non
     path = prepare([Input.from_path(source, None, "text")], tmp_path / "out", tokenizer, validation=0.5).folder
     text = read_eval_text(path if prepared else source, tokenizer, 64)
     assert text.bytes(len(text)) == (10 + 3) * (1 if prepared else 2)
-    assert text.lost == {"ö": 4, "ß": 2}
+    assert text.lost_counts == {"ö": 4, "ß": 2}
 
 
 def test_sequences_may_be_cut_narrower_in_any_order(tmp_path: Path) -> None:

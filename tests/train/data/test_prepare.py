@@ -422,8 +422,8 @@ def test_dropped_characters_count_as_text_and_are_reported() -> None:
     run = text.ends.part(text.tokens, 0, len(text.tokens), LETTERS)
     assert run.sizes is not None
     assert run.sizes.tolist() == [9, 4]
-    assert text.lost == {"ö": 2, "ß": 1}
-    assert lost_text(text.lost) == (
+    assert text.lost_counts == {"ö": 2, "ß": 1}
+    assert lost_text(text.lost_counts) == (
         "the tokenizer has no token for 3 characters of the text, which are dropped ('ö', 'ß')"
     )
     assert lost_text({"<unk>": 7}).endswith("7 words or characters of the text, which become '<unk>'")

@@ -160,7 +160,7 @@ def test_a_text_that_is_not_utf8_is_refused_with_its_place() -> None:
 def of_library(made: Any, **beside: object) -> HuggingFace:
     """A tokenizer of the library as ours, with files beside it, by their names without .json."""
     files = {f"{name}.json": json.dumps(content).encode() for name, content in beside.items()}
-    return HuggingFace(made.to_str().encode(), beside=files)
+    return HuggingFace(made.to_str().encode(), companions=files)
 
 
 SENTENCE = "This is a test; Zoë saw 3 漢字 and a 🐟."
@@ -365,5 +365,5 @@ def test_transformers_knows_which_token_ends_a_document(tmp_path: Path) -> None:
 def test_fields_in_a_tokenizers_own_files_stay() -> None:
     own = {"tokenizer_config.json": b'{"eos_token": "a"}', "generation_config.json": b'{"eos_token_id": [1, 2]}'}
     plain = HuggingFace.train([TEXT_of_exported], 260).files()
-    tokenizer = HuggingFace(plain["tokenizer.json"], beside=own | {"config.json": b"{}"})
+    tokenizer = HuggingFace(plain["tokenizer.json"], companions=own | {"config.json": b"{}"})
     assert export_tokenizer(tokenizer) == plain | own

@@ -149,7 +149,7 @@ def test_under_a_launcher_the_process_joins_its_world(launcher: str) -> None:
 def test_ranks_compute_on_the_same_number_of_threads(asked: tuple[str, str], expected: int | None) -> None:
     port = str(free_port())
     variables = [LAUNCHERS["torchrun's variables"](rank, port) for rank in range(2)]
-    ours = replace(CpuShare.of_this_process(), asked=None)
+    ours = replace(CpuShare.of_this_process(), omp_num_threads=None)
     environments = [{**more, "OMP_NUM_THREADS": threads} for more, threads in zip(variables, asked, strict=True)]
     assert launched(environments, jobs.threads) == [expected or threads_of([ours, ours])] * 2
 

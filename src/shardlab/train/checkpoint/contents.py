@@ -86,10 +86,10 @@ class Snapshot:
     """
 
     def __init__(self, state: State) -> None:
-        checked, every = state.checked, range(len(state.checked.program.tapes))
+        checked, ranks = state.checked, range(len(state.checked.program.tapes))
         self._state = state
-        self._weights = _ranges_to_write(state, [weight_keys(checked, rank) for rank in every])
-        self._updated = _ranges_to_write(state, [slices_of(checked, rank, OpKind.UPDATE) for rank in every])
+        self._weights = _ranges_to_write(state, [weight_keys(checked, rank) for rank in ranks])
+        self._updated = _ranges_to_write(state, [slices_of(checked, rank, OpKind.UPDATE) for rank in ranks])
         self._buffers: dict[str, Tensor] = {}
 
     def take(self) -> dict[str, Tensor]:
@@ -99,16 +99,16 @@ class Snapshot:
             The copies by their names in the rank's file: `kind.layer.first element`.
         """
         copies: dict[str, Tensor] = {}
-        for each in kept_ranges(self._state):
-            ranges = self._weights if each.kind == WEIGHTS else self._updated
-            for start, stop in ranges.get(each.key, ()):
-                first, last = max(start, each.start), min(stop, each.stop)
+        for kept_range in kept_ranges(self._state):
+            ranges = self._weights if kept_range.kind == WEIGHTS else self._updated
+            for start, stop in ranges.get(kept_range.key, ()):
+                first, last = max(start, kept_range.start), min(stop, kept_range.stop)
                 if first < last:
-                    name = f"{each.kind}.{each.layer}.{first}"
-                    part = each.tensor[first - each.start : last - each.start]
+                    name = f"{kept_range.kind}.{kept_range.layer}.{first}"
+                    part = kept_range.tensor[first - kept_range.start : last - kept_range.start]
                     if name not in self._buffers:
-                        where = DISK if each.place == DISK else HOST
-                        self._buffers[name] = tensor_at(where, part.shape, part.dtype, torch.device("cpu"))
+                        place = DISK if kept_range.place == DISK else HOST
+                        self._buffers[name] = tensor_at(place, part.shape, part.dtype, torch.device("cpu"))
                     copies[name] = self._buffers[name].copy_(part)
         return copies
 
@@ -141,7 +141,7 @@ def updates_of(state: State) -> int:
 
 def describe_layers(model: Model, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Return for each layer of a model the length of its flat buffer and the pieces in it, for a JSON file."""
-    return [{"length": each, "pieces": list(_pieces(model, layer, each))} for layer, each in enumerate(lengths)]
+    return [{"length": length, "pieces": list(_pieces(model, layer, length))} for layer, length in enumerate(lengths)]
 
 
 class ParameterPiece(NamedTuple):
@@ -163,8 +163,8 @@ class ParameterPiece(NamedTuple):
 def parse_pieces(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], list[ParameterPiece]]:
     """Return the pieces of each parameter, by block and name, from the result of `describe_layers`."""
     parameters: dict[tuple[int, str], list[ParameterPiece]] = defaultdict(list)
-    for layer, written in enumerate(layers):
-        for piece in written["pieces"]:
+    for layer, description in enumerate(layers):
+        for piece in description["pieces"]:
             numbers = [torch.arange(length) for length in piece["whole"]]
             for dim, pieces, sections, number in piece["cuts"]:
                 numbers[dim] = cut_positions(piece["whole"][dim], Cut(dim, pieces, tuple(sections)), number)
@@ -232,8 +232,8 @@ def file_chunks(tensors: Iterable[OutputTensor], followed: Iterable[OutputTensor
         tensors: the tensors.
         followed: the same tensors, in an iterator that shows progress.
     """
-    yield header_of({each.name: (each.dtype, each.shape) for each in tensors}, {"format": "pt"})
-    yield from (bytes_of(piece) for each in followed for piece in each.pieces(0, each.shape[0]))
+    yield header_of({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, {"format": "pt"})
+    yield from (bytes_of(piece) for tensor in followed for piece in tensor.pieces(0, tensor.shape[0]))
 
 
 def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -264,9 +264,9 @@ def header_of(
         end = at + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
-    written = json.dumps(header).encode()
-    written += b" " * (-len(written) % ALIGNMENT)
-    return len(written).to_bytes(8, "little") + written
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % ALIGNMENT)
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -306,7 +306,7 @@ def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tupl
     """
     mine: dict[Key, list[tuple[int, int]]] = {}
     for layer in range(state.model.layers):
-        holders = [(rank, holds) for rank, theirs in enumerate(keys) for each, holds in theirs if each == layer]
+        holders = [(rank, holds) for rank, theirs in enumerate(keys) for number, holds in theirs if number == layer]
         pieces = math.lcm(*(holds.of for _, holds in holders))
         owners: list[list[tuple[int, Holds]]] = [[] for _ in range(pieces)]
         for rank, holds in holders:

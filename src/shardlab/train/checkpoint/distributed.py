@@ -76,7 +76,7 @@ class DistributedFiles:
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         entries = metadata.state_dict_metadata
         self.left_out = tuple(other.rstrip(".") for other in others if any(name.startswith(other) for name in entries))
-        self._entries = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
+        self._entries = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         self.all_names = frozenset(entries)
         self.names = {name for name in self._entries if not name.startswith(tuple(others))}
         self._folder = folder
@@ -99,18 +99,18 @@ class DistributedFiles:
             raise UserError(f"tensor {name} is in {name_of_dtype}; weights are exchanged in {', '.join(DTYPES)}")
         return dtype
 
-    def read(self, name: str, *where: slice | int) -> Tensor:
-        """Read the part `where` of a tensor: a slice or an index for each of its first dims."""
+    def read(self, name: str, *indices: slice | int) -> Tensor:
+        """Read the part `indices` of a tensor: a slice or an index for each of its first dims."""
         entry = self._entries[name]
-        slices = [each if isinstance(each, slice) else slice(each, each + 1) for each in where]
-        slices += [slice(None) for _ in entry.size[len(where) :]]
-        spans = [each.indices(length) for each, length in zip(slices, entry.size, strict=True)]
+        slices = [index if isinstance(index, slice) else slice(index, index + 1) for index in indices]
+        slices += [slice(None) for _ in entry.size[len(indices) :]]
+        spans = [part_slice.indices(length) for part_slice, length in zip(slices, entry.size, strict=True)]
         part = torch.empty([stop - start for start, stop, _ in spans], dtype=self.dtype(name))
         target = ChunkStorageMetadata(torch.Size(start for start, _, _ in spans), part.shape)
         for item in create_read_items_for_chunk_list(name, entry, [target]):
             stored = self._chunk(item.storage_index)
             part[_region(item.dest_offsets, item.lengths)] = stored[_region(item.storage_offsets, item.lengths)]
-        return part[tuple(0 if isinstance(each, int) else slice(None) for each in where)]
+        return part[tuple(0 if isinstance(index, int) else slice(None) for index in indices)]
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
         """Return a stored chunk. The last KEPT_CHUNKS chunks are cached."""
@@ -118,7 +118,7 @@ class DistributedFiles:
             for old in [*self._stored][: 1 - KEPT_CHUNKS]:
                 del self._stored[old]  # frees its memory before the next chunk is read
             entry = self._entries[index.fqn]
-            sizes = next(each.sizes for each in entry.chunks if each.offsets == index.offset)
+            sizes = next(chunk_entry.sizes for chunk_entry in entry.chunks if chunk_entry.offsets == index.offset)
             chunk, zeros = torch.empty(sizes, dtype=entry.properties.dtype), torch.Size([0] * len(sizes))
             item = ReadItem(LoadItemType.TENSOR, MetadataIndex(index.fqn), zeros, index, zeros, sizes)
             try:
@@ -139,14 +139,14 @@ class DistributedFiles:
             index = MetadataIndex(name, self._entries[name].chunks[0].offsets)
             self.require_files([name])
             return self._chunk(index).item()
-        empty, loaded = torch.Size([0]), _Value()
+        empty, destination = torch.Size([0]), _Value()
         index = MetadataIndex(name)
         item = ReadItem(LoadItemType.BYTE_IO, index, empty, index, empty, empty)
         try:
-            self._reader.read_data(LoadPlan([item]), loaded).wait()
+            self._reader.read_data(LoadPlan([item]), destination).wait()
         except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
             raise UserError(f"{self._folder}: {name} cannot be read ({str(error).splitlines()[0]})") from None
-        return loaded.value
+        return destination.value
 
     def require_files(self, names: Iterable[str]) -> None:
         """Require that all chunks of some tensors exist.
@@ -195,16 +195,16 @@ def write_distributed(
         values: small tensors and plain values by name, such as "train_state.step". They are in the first file.
     """
     values = values or {}
-    files = max(1, math.ceil(sum(each.nbytes for each in tensors) / shard_bytes))
+    files = max(1, math.ceil(sum(tensor.nbytes for tensor in tensors) / shard_bytes))
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
-    plans = [SavePlan([item for each in tensors for item in _items(each, file, files)]) for file in range(files)]
-    plans[0] = SavePlan([*plans[0].items, *(_item(*each) for each in values.items())])
+    plans = [SavePlan([item for tensor in tensors for item in _items(tensor, file, files)]) for file in range(files)]
+    plans[0] = SavePlan([*plans[0].items, *(_item(*entry) for entry in values.items())])
     plans, metadata = create_default_global_save_plan([writer.prepare_local_plan(plan) for plan in plans])
-    metadata.planner_data = {name: _path(name) for name in (*(each.name for each in tensors), *values)}
-    planner = _Rows({each.name: each for each in tensors}, values)
-    written = [writer.write_data(plan, planner).wait() for plan in follow(writer.prepare_global_plan(plans))]
-    writer.finish(metadata, written)
+    metadata.planner_data = {name: _path(name) for name in (*(tensor.name for tensor in tensors), *values)}
+    planner = _Rows({tensor.name: tensor for tensor in tensors}, values)
+    results = [writer.write_data(plan, planner).wait() for plan in follow(writer.prepare_global_plan(plans))]
+    writer.finish(metadata, results)
 
 
 def _path(name: str) -> tuple[str, ...]:
@@ -225,8 +225,8 @@ def _item(name: str, value: Any) -> WriteItem:
 def _items(tensor: OutputTensor, file: int, files: int) -> list[WriteItem]:
     """Return the item for the rows of a tensor that a file gets; empty if it gets none."""
     rows, *rest = tensor.shape
-    each = math.ceil(rows / files)
-    start, stop = min(file * each, rows), min((file + 1) * each, rows)
+    rows_per_file = math.ceil(rows / files)
+    start, stop = min(file * rows_per_file, rows), min((file + 1) * rows_per_file, rows)
     if start == stop:
         return []
     offsets = torch.Size([start, *(0 for _ in rest)])

@@ -146,7 +146,7 @@ class Checkpoint:
             for name, length in entry.get("tensors", {}).items():
                 kind, layer, start = name.split(".")
                 ranges[kind, int(layer)].append((int(start), int(start) + length, file, name))
-        return {key: sorted(each) for key, each in ranges.items()}
+        return {key: sorted(layer_ranges) for key, layer_ranges in ranges.items()}
 
     @cached_property
     def kinds(self) -> set[str]:
@@ -167,11 +167,11 @@ class Checkpoint:
         if self.kinds - {WEIGHTS, EXACT}:
             make_moments(state, self.updates)
         sources = {kind: CheckpointTensors(self, kind) for kind in self.kinds}
-        for each in kept_ranges(state):
-            source = self._source(each.kind, each.tensor.dtype, sources)
-            length = state.shapes.flat[each.layer]
-            saved = read_range(source, state.model, each.layer, length, each.start, each.stop, each.tensor.dtype)
-            each.tensor.detach().copy_(saved)
+        for part in kept_ranges(state):
+            source = self._source(part.kind, part.tensor.dtype, sources)
+            length = state.shapes.flat[part.layer]
+            elements = read_range(source, state.model, part.layer, length, part.start, part.stop, part.tensor.dtype)
+            part.tensor.detach().copy_(elements)
         state.step = self.step
         if state.settings.precision.scaled and self.state["loss_scale"] is not None:
             state.loss_scale.scale, state.loss_scale.calm = self.state["loss_scale"]
@@ -230,13 +230,13 @@ class CheckpointTensors:
         elements = torch.zeros(len(rows), len(columns), dtype=self.stored_dtype)
         for piece in self._checkpoint.pieces[block, parameter.name] if elements.numel() else ():
             experts, mine, across = piece.numbers
-            here = (experts == matrix).nonzero()
+            expert_index = (experts == matrix).nonzero()
             subset = torch.isin(rows, mine).nonzero()[:, 0]
             low = int(torch.searchsorted(across, columns[0]))
             high = int(torch.searchsorted(across, columns[-1], right=True))
-            if not len(here) or not len(subset) or low == high:
+            if not len(expert_index) or not len(subset) or low == high:
                 continue
-            begins = torch.searchsorted(mine, rows[subset]) + int(here) * piece.rows
+            begins = torch.searchsorted(mine, rows[subset]) + int(expert_index) * piece.rows
             into = across[low:high] - columns[0]
             elements[subset[:, None], into] = torch.cat(list(self._rows(piece, begins, low, high))).view(-1, high - low)
         return elements
@@ -254,7 +254,7 @@ class CheckpointTensors:
     def _range(self, layer: int, start: int, stop: int) -> Iterator[Tensor]:
         """Yield a range of a layer's flat buffer in consecutive parts, each from the file that has it."""
         ranges: Sequence[tuple[int, int, str, str]] = self._checkpoint.ranges.get((self._kind, layer), ())
-        at = bisect_right(ranges, start, key=lambda each: each[0]) - 1
+        at = bisect_right(ranges, start, key=lambda entry: entry[0]) - 1
         while start < stop:
             if not 0 <= at < len(ranges) or not ranges[at][0] <= start < ranges[at][1]:
                 raise UserError(f"{self._checkpoint.folder} lacks {self._kind} of layer {layer} from element {start}")
@@ -278,8 +278,8 @@ def _compare(path: Path, entry: Mapping[str, Any]) -> None:
     """
     try:
         with path.open("rb", buffering=0) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
-    if found != entry["sha256"]:
+    if checksum != entry["sha256"]:
         raise UserError(f"{path} has changed: its SHA-256 is not that in {MANIFEST}")

@@ -142,9 +142,9 @@ def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], k
     disk.sync_folder(checkpoints)
     disk.sync_folder(checkpoints.parent)
     step = int(folder.name.partition("-")[2])
-    before = [other for other in steps_in(disk, checkpoints) if other < step]
+    earlier = [other for other in steps_in(disk, checkpoints) if other < step]
     later = [other for other in steps_in(disk, checkpoints) if other > step]
-    for other in (*before[: max(0, len(before) - keep + 1)], *later):
+    for other in (*earlier[: max(0, len(earlier) - keep + 1)], *later):
         _mark_old(disk, folder_of(checkpoints, other))
     disk.sync_folder(checkpoints)  # otherwise a crash could leave a checkpoint's name on a folder without its files
     for name in disk.names(checkpoints):
@@ -166,9 +166,9 @@ class Disk:
         """Write a file, and replace an older one."""
         with path.open("wb", buffering=0) as file:
             for chunk in chunks:
-                left = memoryview(chunk).cast("B")
-                while left:  # a disk that is nearly full may write a part
-                    left = left[file.write(left) :]
+                remaining = memoryview(chunk).cast("B")
+                while remaining:  # a disk that is nearly full may write a part
+                    remaining = remaining[file.write(remaining) :]
 
     def read(self, path: Path) -> bytes:
         """Read a small file."""

@@ -56,9 +56,9 @@ def chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """
     folder = run_folder(folder)
     config = _table(folder / "tokenizer_config.json")
-    written = _read_template(folder / "chat_template.jinja", config)
+    template = _read_template(folder / "chat_template.jinja", config)
     ends = _find_end_tokens(folder, config, tokenizer)
-    if written is None:
+    if template is None:
         try:
             tokenizer.encode([_render_plain([{"role": role, "content": ""} for role in PLAIN_NAMES]).encode()])
         except UserError as error:
@@ -69,11 +69,11 @@ def chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
         return ChatTemplate(_render_plain, ends, f"\n{PLAIN_NAMES['user']}:", tokenizer.begin)
     files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
     special = read_special_tokens({path.name: path.read_bytes() for path in files if path.is_file()})
-    return ChatTemplate(_compile_template(written, special.roles, folder), ends)
+    return ChatTemplate(_compile_template(template, special.roles, folder), ends)
 
 
 def _render_plain(messages: Sequence[Message]) -> str:
-    turns = [f"{PLAIN_NAMES[each['role']]}: {each['content']}\n" for each in messages]
+    turns = [f"{PLAIN_NAMES[message['role']]}: {message['content']}\n" for message in messages]
     return "".join(turns) + f"{PLAIN_NAMES['assistant']}:"
 
 
@@ -83,12 +83,12 @@ def _read_template(path: Path, config: dict[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     template: Any = config.get("chat_template")
     if isinstance(template, list):
-        named = [each["template"] for each in cast(list[dict[str, Any]], template) if each["name"] == "default"]
-        template = named[0] if named else None
+        defaults = [entry["template"] for entry in cast(list[dict[str, Any]], template) if entry["name"] == "default"]
+        template = defaults[0] if defaults else None
     return template if isinstance(template, str) else None
 
 
-def _compile_template(written: str, special: dict[str, str], folder: Path) -> Callable[[Sequence[Message]], str]:
+def _compile_template(source: str, special: dict[str, str], folder: Path) -> Callable[[Sequence[Message]], str]:
     """Return a function that renders a Jinja template, in the sandbox and with the functions that transformers
     provides.
     """
@@ -106,7 +106,7 @@ def _compile_template(written: str, special: dict[str, str], folder: Path) -> Ca
 
     def render(messages: Sequence[Message]) -> str:
         try:
-            template = environment.from_string(_remove_generation_marks(written))
+            template = environment.from_string(_remove_generation_marks(source))
             return template.render(messages=list(messages), **ABSENT_VARIABLES, add_generation_prompt=True, **variables)
         except TemplateError as error:
             raise UserError(f"the chat template in {folder} cannot be rendered ({error}); correct it") from None
@@ -114,10 +114,10 @@ def _compile_template(written: str, special: dict[str, str], folder: Path) -> Ca
     return render
 
 
-def _remove_generation_marks(written: str) -> str:
+def _remove_generation_marks(template: str) -> str:
     """Remove the `generation` tags around assistant messages, which plain Jinja does not know."""
     mark = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-    return mark.sub(lambda m: f"{m[1]}{'endif' if m[2] else 'if true'}{m[3]}", written)
+    return mark.sub(lambda m: f"{m[1]}{'endif' if m[2] else 'if true'}{m[3]}", template)
 
 
 def _find_end_tokens(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
@@ -126,7 +126,7 @@ def _find_end_tokens(folder: Path, config: dict[str, Any], tokenizer: Tokenizer)
     for name in ("generation_config.json", "config.json"):
         token_ids: Any = _table(folder / name).get("eos_token_id")
         listed = cast(list[Any], token_ids) if isinstance(token_ids, list) else [token_ids]
-        ends |= {each for each in listed if isinstance(each, int)}
+        ends |= {token_id for token_id in listed if isinstance(token_id, int)}
     if eos := token_text(config.get("eos_token")):
         tokens = tokenizer.encode_spelled(eos)
         ends |= set(tokens) if len(tokens) == 1 else set()

@@ -134,12 +134,12 @@ class Corpus:
             )
         of_tokens = partial(checksum, text.tokens.data.cast("B"))
         identity = f"{tokenizer.kind} {of_tokens(MOST_COMPARED)}"
-        record = {"source": name, "tokenizer": tokenizer.kind, "lost": dict(text.lost)}
+        record = {"source": name, "tokenizer": tokenizer.kind, "lost": dict(text.lost_counts)}
         origin = Origin(name, identity, lambda: {**record, "tokens": asdict(of_tokens(MOST_RECORDED))})
         documents_in = counted(len(text.ends.documents) - 1, "document")
         notes = [f"{name}: {documents_in}, {total:,} tokens ({_about(tokenizer)})"]
-        if text.lost:
-            notes.append(f"{name}: {lost_text(text.lost)}")
+        if text.lost_counts:
+            notes.append(f"{name}: {lost_text(text.lost_counts)}")
         return cls(training, validating, tokenizer, (origin,), tuple(notes))
 
     @classmethod
@@ -212,11 +212,11 @@ class Corpus:
             path, weight = sources[shares.index(0)].path, sources[shares.index(0)].weight
             raise UserError(f"{path}: a weight of {weight:g} is less than a part in {FINEST}; give more, or leave out")
         return cls(
-            SequenceStream(tuple(run for each in corpora for run in each.training.runs), shares),
-            SequenceStream(tuple(run for each in corpora for run in each.validation.runs), shares),
+            SequenceStream(tuple(run for corpus in corpora for run in corpus.training.runs), shares),
+            SequenceStream(tuple(run for corpus in corpora for run in corpus.validation.runs), shares),
             first.tokenizer if tokenizer is None else tokenizer,
-            tuple(origin for each in corpora for origin in each.origins),
-            tuple(note for each in corpora for note in each.notes),
+            tuple(origin for corpus in corpora for origin in corpus.origins),
+            tuple(note for corpus in corpora for note in corpus.notes),
         )
 
     @property
@@ -228,8 +228,8 @@ class Corpus:
     def record(self) -> list[dict[str, Any]]:
         """Return the record of each source, with its share of the sequences."""
         total = sum(self.training.shares)
-        each = zip(self.origins, self.training.shares, strict=True)
-        return [{**origin.record(), "share": share / total} for origin, share in each]
+        origins_and_shares = zip(self.origins, self.training.shares, strict=True)
+        return [{**origin.record(), "share": share / total} for origin, share in origins_and_shares]
 
     def require_vocabulary(self, vocab_size: int, weights_folder: str | None = None) -> None:
         """Refuse a model whose vocabulary lacks tokens that occur in the data.
@@ -246,14 +246,14 @@ class Corpus:
         runs = (run for part in (self.training, self.validation) for run in part.runs)
         if (largest := max(run.largest for run in runs)) >= vocab_size:
             names = ", ".join(origin.name for origin in self.origins)
-            what = (
+            remedy = (
                 f"give --vocab-size {self.tokenizer.vocab_size}"
                 if weights_folder is None
                 else f"leave that token out, for {weights_folder} has no row for it"
             )
             raise UserError(
                 f"{names}: tokens go up to {largest:,} ({self.tokenizer.kind}), but the model's vocabulary is "
-                f"{vocab_size:,}; {what}"
+                f"{vocab_size:,}; {remedy}"
             )
 
     @classmethod

@@ -69,14 +69,14 @@ class Piece(NamedTuple):
     Attributes:
         text: the text, in UTF-8 if the file is.
         begins, ends: whether the document begins and ends with this piece.
-        done: bytes of the source that have been read up to the end of this piece; an estimate for Parquet.
+        bytes_read: bytes of the source that have been read up to the end of this piece; an estimate for Parquet.
         tokens: the tokens, if the document consists of tokens instead of text.
     """
 
     text: bytes
     begins: bool
     ends: bool
-    done: int
+    bytes_read: int
     tokens: NDArray[np.integer] | None = None
 
 
@@ -101,7 +101,7 @@ class Documents:
 
     documents: Iterable[Document] | Callable[[], Iterable[Document]]
     name: str = "the documents"
-    _gone: bool = field(default=False, init=False, repr=False)
+    _is_exhausted: bool = field(default=False, init=False, repr=False)
 
     size = 0
     """Size in bytes; 0 if it is unknown."""
@@ -115,21 +115,21 @@ class Documents:
         Raises:
             UserError: if the source cannot be read. The message says where.
         """
-        done, documents = 0, self.documents() if callable(self.documents) else self.documents
+        bytes_read, documents = 0, self.documents() if callable(self.documents) else self.documents
         if not callable(self.documents) and isinstance(documents, Iterator):
-            if self._gone:
+            if self._is_exhausted:
                 raise UserError(
                     f"{self.name} can be read only once; give a list, or a function that returns an iterable"
                 )
-            self._gone = True
-        for number, each in enumerate(documents, 1):
-            where = f"{self.name}, document {number}"
-            if isinstance(each, str | bytes):
-                text, tokens = encode_utf8(each, where) if isinstance(each, str) else each, None
+            self._is_exhausted = True
+        for number, document in enumerate(documents, 1):
+            location = f"{self.name}, document {number}"
+            if isinstance(document, str | bytes):
+                text, tokens = encode_utf8(document, location) if isinstance(document, str) else document, None
             else:
-                text, tokens = b"", _token_array(each, where)
-            done += len(text)
-            yield Piece(text, True, True, done, tokens)
+                text, tokens = b"", _token_array(document, location)
+            bytes_read += len(text)
+            yield Piece(text, True, True, bytes_read, tokens)
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,14 @@ class Input:
         """
         require_regular_file(path)
         formats = ", ".join(get_args(Format))
-        known = SUFFIXES.get(path.suffix.lower()) if format is None else cast(Format, format)
-        if known is None or known not in get_args(Format):
-            what = f"file type {path.suffix!r}" if format is None else f"format {format!r}"
+        known_format = SUFFIXES.get(path.suffix.lower()) if format is None else cast(Format, format)
+        if known_format is None or known_format not in get_args(Format):
+            description = f"file type {path.suffix!r}" if format is None else f"format {format!r}"
             raise UserError(
-                f"{path}: unknown {what}; known are {', '.join(SUFFIXES)}, and --format ({formats}) says what a file "
-                "of another name is"
+                f"{path}: unknown {description}; known are {', '.join(SUFFIXES)}, and --format ({formats}) says what a "
+                "file of another name is"
             )
-        return cls(path, known, field)
+        return cls(path, known_format, field)
 
     @classmethod
     def guess(cls, path: Path, field: str = "text") -> Input:
@@ -177,9 +177,9 @@ class Input:
         if format is None:
             with path.open("rb") as file:
                 first = file.read(8)
-            for mark, what in NOT_TEXT.items():
+            for mark, description in NOT_TEXT.items():
                 if first.startswith(mark):
-                    raise UserError(f"{path} is {what}, not a text; give the text in it, or rename the file")
+                    raise UserError(f"{path} is {description}, not a text; give the text in it, or rename the file")
         return cls(path, format or "text", field)
 
     @property
@@ -213,33 +213,33 @@ class Input:
 
     def _text(self) -> Iterator[Piece]:
         with self.path.open("rb") as file:
-            done, piece, begins = 0, _read_lines(file), True
+            bytes_read, piece, begins = 0, _read_lines(file), True
             while piece:
-                done += len(piece)
+                bytes_read += len(piece)
                 following = _read_lines(file)
-                yield Piece(piece.removeprefix(UTF8_MARK) if begins else piece, begins, not following, done)
+                yield Piece(piece.removeprefix(UTF8_MARK) if begins else piece, begins, not following, bytes_read)
                 piece, begins = following, False
 
     def _tokens(self) -> Iterator[Piece]:
         if self.size % TOKEN.itemsize:
             raise UserError(f"{self.path} has {self.size:,} bytes, but each token has {TOKEN.itemsize}; copy it whole")
-        done = 0
+        bytes_read = 0
         with self.path.open("rb") as file:
             while piece := file.read(PIECE_BYTES):
-                begins, done = done == 0, done + len(piece)
-                yield Piece(b"", begins, done == self.size, done, np.frombuffer(piece, TOKEN))
+                begins, bytes_read = bytes_read == 0, bytes_read + len(piece)
+                yield Piece(b"", begins, bytes_read == self.size, bytes_read, np.frombuffer(piece, TOKEN))
 
     def _jsonl(self) -> Iterator[Piece]:
-        done = 0
+        bytes_read = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if number == 1 and (other := _detect_encoding(line)):
                     raise UserError(f"{self.path} is {other}; {CONVERT}")
-                done += len(line)
+                bytes_read += len(line)
                 if line.strip():
-                    yield Piece(self._document(line, f"{self.path}, line {number}"), True, True, done)
+                    yield Piece(self._document(line, f"{self.path}, line {number}"), True, True, bytes_read)
 
-    def _document(self, line: bytes, where: str) -> bytes:
+    def _document(self, line: bytes, location: str) -> bytes:
         try:
             record = _parse_json(line.rstrip())
         except (ValueError, RecursionError) as error:
@@ -248,19 +248,19 @@ class Input:
                 reason = f"it is not UTF-8: {_place(line, error)}"
             if isinstance(error, json.JSONDecodeError):
                 reason = f"{error.msg}, column {error.colno}"
-            raise UserError(f"{where} is not JSON ({reason}); write one object in each line") from None
+            raise UserError(f"{location} is not JSON ({reason}); write one object in each line") from None
         if not isinstance(record, dict):
-            raise UserError(f"{where} is {_kind(record)}, but an object with a text in {self.field!r} was expected")
+            raise UserError(f"{location} is {_kind(record)}, but an object with a text in {self.field!r} was expected")
         fields = cast(dict[str, Any], record)
         if self.field not in fields:
-            there = suggest_name(self.field, fields) if fields else "it is empty"
-            raise UserError(f"{where} has no field {self.field!r}; {OTHER_FIELD}: {there}")
-        return self._as_text(fields[self.field], where)
+            suggestion = suggest_name(self.field, fields) if fields else "it is empty"
+            raise UserError(f"{location} has no field {self.field!r}; {OTHER_FIELD}: {suggestion}")
+        return self._as_text(fields[self.field], location)
 
-    def _as_text(self, value: object, where: str) -> bytes:
+    def _as_text(self, value: object, location: str) -> bytes:
         if not isinstance(value, str | bytes):
-            raise UserError(f"{where}: {self.field!r} is {_kind(value)}, but text was expected")
-        return encode_utf8(value, f"{where}: {self.field!r}")
+            raise UserError(f"{location}: {self.field!r} is {_kind(value)}, but text was expected")
+        return encode_utf8(value, f"{location}: {self.field!r}")
 
     def _parquet(self) -> Iterator[Piece]:
         parquet, arrow = import_extra("pyarrow.parquet", "a Parquet file"), import_extra("pyarrow", "a Parquet file")
@@ -395,12 +395,12 @@ def decode_utf8(text: bytes) -> str:
         raise UserError(f"the text is not UTF-8 ({_place(text, error)}); convert it, or take bytes as tokens") from None
 
 
-def encode_utf8(text: str | bytes, where: str) -> bytes:
+def encode_utf8(text: str | bytes, location: str) -> bytes:
     """Return a text in UTF-8.
 
     Args:
         text: string, or bytes, which are checked.
-        where: where the text is, for the error message.
+        location: where the text is, for the error message.
 
     Raises:
         UserError: if the text cannot be encoded, or the bytes are not UTF-8.
@@ -410,10 +410,10 @@ def encode_utf8(text: str | bytes, where: str) -> bytes:
             return text.encode()
         text.decode()
     except UnicodeEncodeError:
-        raise UserError(f"{where} has half of a surrogate pair, which is no text") from None
+        raise UserError(f"{location} has half of a surrogate pair, which is no text") from None
     except UnicodeDecodeError as error:
         assert isinstance(text, bytes)
-        raise UserError(f"{where} is not UTF-8 ({_place(text, error)}); convert it") from None
+        raise UserError(f"{location} is not UTF-8 ({_place(text, error)}); convert it") from None
     return text
 
 
@@ -423,7 +423,7 @@ CONVERT = "convert it, as by: iconv -f UTF-16 -t UTF-8"
 """Remedy for a text in another encoding."""
 
 
-def _token_array(document: object, where: str) -> NDArray[np.integer]:
+def _token_array(document: object, location: str) -> NDArray[np.integer]:
     """Return the tokens of a document.
 
     Raises:
@@ -434,7 +434,7 @@ def _token_array(document: object, where: str) -> NDArray[np.integer]:
     except ValueError:
         array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise UserError(f"{where} is {_kind(document)}; give a text, bytes, or one row of tokens")
+        raise UserError(f"{location} is {_kind(document)}; give a text, bytes, or one row of tokens")
     return array.astype(np.int64)
 
 
@@ -467,9 +467,9 @@ def _read_lines(file: BinaryIO) -> bytes:
         return piece
     piece += file.readline(PIECE_BYTES)
     if not piece.endswith(b"\n"):
-        over = next((back for back in (1, 2, 3) if piece[-back] >= 0xC0), 0)  # the cut may be inside a character
-        file.seek(-over, 1)
-        return piece[: len(piece) - over]
+        excess = next((back for back in (1, 2, 3) if piece[-back] >= 0xC0), 0)  # the cut may be inside a character
+        file.seek(-excess, 1)
+        return piece[: len(piece) - excess]
     return piece
 
 

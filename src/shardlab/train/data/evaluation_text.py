@@ -30,13 +30,13 @@ class EvaluationText:
         run: the tokens of all documents.
         tokenizer: maps the tokens to text.
         seq_len: largest number of tokens of a sequence.
-        lost: characters or words without a token, and how often they occur.
+        lost_counts: characters or words without a token, and how often they occur.
     """
 
     run: TokenRun
     tokenizer: Tokenizer
     seq_len: int
-    lost: Mapping[str, int] = field(default_factory=dict[str, int])
+    lost_counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -124,13 +124,14 @@ def read_eval_text(
         prepared = PreparedFolder.open(path)
         if format is not None or field != "text":
             raise UserError(f"--format and --field are for a file, and {path} is a prepared folder; leave them out")
-        saved = prepared.tokenizer()
-        if tokenizer is not None and not same_tokens(saved, tokenizer):
+        folder_tokenizer = prepared.tokenizer()
+        if tokenizer is not None and not same_tokens(folder_tokenizer, tokenizer):
             raise UserError(
-                f"{path} has another tokenizer ({saved.kind}, {saved.vocab_size:,} tokens) than the model "
-                f"({tokenizer.kind}, {tokenizer.vocab_size:,} tokens); give the text, or prepare it for the model"
+                f"{path} has another tokenizer ({folder_tokenizer.kind}, {folder_tokenizer.vocab_size:,} tokens) than "
+                f"the model ({tokenizer.kind}, {tokenizer.vocab_size:,} tokens); give the text, or prepare it for "
+                "the model"
             )
-        text = EvaluationText(prepared.run("validation"), saved, seq_len, prepared.manifest.lost)
+        text = EvaluationText(prepared.run("validation"), folder_tokenizer, seq_len, prepared.manifest.lost)
     else:
         assert tokenizer is not None, "a file's tokens are the model's"
         file = Input.guess(path, field) if format is None else Input.from_path(path, format, field)
@@ -147,8 +148,8 @@ def read_eval_text(
 def count_first_token_bytes(run: TokenRun, tokenizer: Tokenizer) -> int:
     """Count the bytes of text of all documents' first tokens, which are not predicted."""
     firsts = np.append(np.asarray(run.tokens[:1]), np.asarray(run.tokens)[run.starts])
-    each, counts = np.unique(firsts, return_counts=True)
-    sizes = [tokenizer.count_bytes(token[None]) for token in each]
+    tokens, counts = np.unique(firsts, return_counts=True)
+    sizes = [tokenizer.count_bytes(token[None]) for token in tokens]
     return int(np.dot(sizes, counts))
 
 
@@ -160,4 +161,4 @@ def _read_file(file: Input, tokenizer: Tokenizer, seq_len: int, at_most: int | N
         return EvaluationText(run, tokenizer, seq_len)
     text = encode_in_memory(file, tokenizer, None if at_most is None else (at_most, seq_len))
     run = text.ends.part(text.tokens, 0, len(text.tokens), tokenizer)
-    return EvaluationText(run, tokenizer, seq_len, text.lost)
+    return EvaluationText(run, tokenizer, seq_len, text.lost_counts)

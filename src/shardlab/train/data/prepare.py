@@ -51,7 +51,7 @@ def prepare(
     tokenizer: str | Tokenizer = "bytes",
     train_bpe: int | None = None,
     validation: float = 0.1,
-    progress: Progress = lambda doing, done: None,
+    progress: Progress = lambda doing, bytes_read: None,
     sources: Sequence[str] | None = None,
 ) -> PreparedFolder:
     """Encode files, or documents of an iterable, into a new folder. If that fails, there is no folder.
@@ -71,32 +71,34 @@ def prepare(
     if not 0 < validation < 1:
         raise UserError(f"--validation is {validation:g}; give a share of the tokens between 0 and 1, such as 0.1")
     if train_bpe is None and tokenizer == ByteTokenizer.kind:
-        tokens = next((each for each in inputs if isinstance(each, Input) and each.format == "tokens"), None)
+        tokens = next((source for source in inputs if isinstance(source, Input) and source.format == "tokens"), None)
         if tokens is not None:
             remedy = "name their tokenizer by --tokenizer, such as gpt2 for nanoGPT's"
             raise UserError(f"{tokens.name} has tokens, not a text; {remedy}")
     reading = DocumentReader(inputs, progress)
     with atomic_folder(out) as folder:
-        chosen = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, train_bpe, reading)
-        dtype = next(each for each in ("uint8", "uint16", "uint32") if chosen.vocab_size <= 1 << np.iinfo(each).bits)
-        ends, largest, lost = _write_tokens(reading, chosen, np.dtype(dtype).newbyteorder("<"), folder / TRAINING)
-        counts = _split(folder, np.dtype(dtype).newbyteorder("<"), ends, chosen, validation)
-        for name, content in chosen.files().items():
+        encoder = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, train_bpe, reading)
+        dtype = next(name for name in ("uint8", "uint16", "uint32") if encoder.vocab_size <= 1 << np.iinfo(name).bits)
+        ends, largest, lost_counts = _write_tokens(
+            reading, encoder, np.dtype(dtype).newbyteorder("<"), folder / TRAINING
+        )
+        counts = _split(folder, np.dtype(dtype).newbyteorder("<"), ends, encoder, validation)
+        for name, content in encoder.files().items():
             (folder / name).write_bytes(content)
         progress("checksums", 0)
         files = {path.name: FileHash.of_file(path) for path in sorted(folder.iterdir())}
-        names = [each.path.name if isinstance(each, Input) else each.name for each in inputs]
+        names = [source.path.name if isinstance(source, Input) else source.name for source in inputs]
         manifest = Manifest(
             sources=tuple(names if sources is None else sources),
-            tokenizer=chosen.kind,
-            vocab_size=chosen.vocab_size,
-            end=chosen.end,
+            tokenizer=encoder.kind,
+            vocab_size=encoder.vocab_size,
+            end=encoder.end,
             dtype=dtype,
             training=counts[0],
             validation=counts[1],
             files=files,
             largest=largest,
-            lost=dict(lost.most_common(MOST_LOST_NAMED)),
+            lost=dict(lost_counts.most_common(MOST_LOST_NAMED)),
         )
         manifest.write(folder)
     return PreparedFolder.open(out)
@@ -140,12 +142,12 @@ class EncodedText:
     Attributes:
         tokens: the tokens of all documents.
         ends: where pieces and documents end in `tokens`.
-        lost: characters or words without a token, and how often they occur.
+        lost_counts: characters or words without a token, and how often they occur.
     """
 
     tokens: NDArray[np.uint32]
     ends: PieceBoundaries
-    lost: Counter[str]
+    lost_counts: Counter[str]
 
 
 class EncodedPiece(NamedTuple):
@@ -176,38 +178,38 @@ def encode_in_memory(
         UserError: if a document cannot be read or encoded.
     """
     parts: list[NDArray[np.uint32]] = []
-    ends, lost = PieceBoundaries(), Counter[str]()
-    for piece in encode_documents(DocumentReader([source]), tokenizer, lost, MAX_BATCH if at_most is None else 1):
+    ends, counts = PieceBoundaries(), Counter[str]()
+    for piece in encode_documents(DocumentReader([source]), tokenizer, counts, MAX_BATCH if at_most is None else 1):
         documents, start = len(ends.documents) - 1, ends.tokens[ends.documents[-1]]
         parts.append(piece.tokens.astype(np.uint32))
         ends.add(piece)
         if at_most is not None and documents + (ends.tokens[-1] - start) // at_most[1] > at_most[0]:
             break
-    return EncodedText(np.concatenate(parts) if parts else np.empty(0, np.uint32), ends, lost)
+    return EncodedText(np.concatenate(parts) if parts else np.empty(0, np.uint32), ends, counts)
 
 
-def lost_text(lost: Mapping[str, int]) -> str:
+def lost_text(counts: Mapping[str, int]) -> str:
     """Return a sentence that says how much of a text has no token; empty if everything has one."""
-    if not lost:
+    if not counts:
         return ""
-    total, names = sum(lost.values()), [repr(each) for each, _ in Counter(lost).most_common(5)]
-    if len(lost) == 1 and len(name := next(iter(lost))) > 1:
-        what = f"{total:,} words or characters" if total > 1 else "1 word or character"
-        return f"the tokenizer has no token for {what} of the text, which become{'' if total > 1 else 's'} {name!r}"
-    listed_names = ", ".join([*names, *(["..."] if len(lost) > 5 else [])])
-    how = f"are dropped ({listed_names})" if total > 1 else f"is dropped ({listed_names})"
-    return f"the tokenizer has no token for {counted(total, 'character')} of the text, which {how}"
+    total, names = sum(counts.values()), [repr(word) for word, _ in Counter(counts).most_common(5)]
+    if len(counts) == 1 and len(name := next(iter(counts))) > 1:
+        amount = f"{total:,} words or characters" if total > 1 else "1 word or character"
+        return f"the tokenizer has no token for {amount} of the text, which become{'' if total > 1 else 's'} {name!r}"
+    listed_names = ", ".join([*names, *(["..."] if len(counts) > 5 else [])])
+    consequence = f"are dropped ({listed_names})" if total > 1 else f"is dropped ({listed_names})"
+    return f"the tokenizer has no token for {counted(total, 'character')} of the text, which {consequence}"
 
 
 def encode_documents(
-    reading: DocumentReader, tokenizer: Tokenizer, lost: Counter[str], batch: int = MAX_BATCH
+    reading: DocumentReader, tokenizer: Tokenizer, lost_counts: Counter[str], batch: int = MAX_BATCH
 ) -> Iterator[EncodedPiece]:
     """Yield all documents as tokens.
 
     Args:
         reading: the documents.
         tokenizer: encodes them.
-        lost: counter to which characters without a token are added; see `Tokenizer.count_lost`.
+        lost_counts: counter to which characters without a token are added; see `Tokenizer.count_lost`.
         batch: largest number of documents that are tokenized at once.
 
     Raises:
@@ -221,7 +223,7 @@ def encode_documents(
                 if piece.tokens is None:
                     tokens = next(encoded)
                     if missing := tokenizer.count_lost(piece.text, tokens):
-                        lost.update(missing)
+                        lost_counts.update(missing)
                     yield EncodedPiece(
                         _add_special_tokens(tokens, piece, source, tokenizer), len(piece.text), piece.ends
                     )
@@ -232,7 +234,7 @@ def encode_documents(
 class DocumentReader:
     """Reader of the documents of several sources, in order. They can be read several times."""
 
-    def __init__(self, sources: Sequence[DocumentSource], progress: Progress = lambda doing, done: None) -> None:
+    def __init__(self, sources: Sequence[DocumentSource], progress: Progress = lambda doing, bytes_read: None) -> None:
         self._sources, self._progress = sources, progress
 
     def pieces(self, doing: str) -> Iterator[tuple[DocumentSource, Piece]]:
@@ -241,12 +243,12 @@ class DocumentReader:
         Args:
             doing: the current activity, for the progress display.
         """
-        before = 0
-        for each in self._sources:
-            for piece in each.pieces():
-                yield each, piece
-                self._progress(doing, before + piece.done)
-            before += each.size
+        start = 0
+        for source in self._sources:
+            for piece in source.pieces():
+                yield source, piece
+                self._progress(doing, start + piece.bytes_read)
+            start += source.size
 
     def texts(self, doing: str) -> Iterator[str]:
         """Yield the text of every piece.
@@ -254,22 +256,22 @@ class DocumentReader:
         Raises:
             UserError: if a source consists of tokens, since a tokenizer is trained on text.
         """
-        for each, piece in self.pieces(doing):
-            with name_source_in_errors(each):
+        for source, piece in self.pieces(doing):
+            with name_source_in_errors(source):
                 if piece.tokens is not None:
                     raise UserError("these are tokens, not a text; name their tokenizer, such as gpt2 or a folder")
                 text = decode_utf8(piece.text)
             yield text
 
-    def batches(self, most: int) -> Iterator[list[tuple[DocumentSource, Piece]]]:
-        """Yield batches of at most `most` pieces and about PIECE_BYTES of text. A batch has pieces of one source."""
+    def batches(self, limit: int) -> Iterator[list[tuple[DocumentSource, Piece]]]:
+        """Yield batches of at most `limit` pieces and about PIECE_BYTES of text. A batch has pieces of one source."""
         batch: list[tuple[DocumentSource, Piece]] = []
         size = 0
-        for each, piece in self.pieces("tokens"):
-            if batch and (size >= PIECE_BYTES or len(batch) == most or each is not batch[0][0]):
+        for source, piece in self.pieces("tokens"):
+            if batch and (size >= PIECE_BYTES or len(batch) == limit or source is not batch[0][0]):
                 yield batch
                 batch, size = [], 0
-            batch.append((each, piece))
+            batch.append((source, piece))
             size += len(piece.text)
         if batch:
             yield batch
@@ -332,8 +334,8 @@ class PieceBoundaries:
         piece = int(np.searchsorted(np.frombuffer(self.tokens, np.int64), token))
         if self.tokens[piece] == token:
             return self.bytes[piece]
-        before = tokenizer.count_bytes(np.asarray(tokens[self.tokens[piece - 1] : token]))
-        return min(self.bytes[piece - 1] + before, self.bytes[piece])
+        bytes_in_piece = tokenizer.count_bytes(np.asarray(tokens[self.tokens[piece - 1] : token]))
+        return min(self.bytes[piece - 1] + bytes_in_piece, self.bytes[piece])
 
 
 def _write_tokens(
@@ -342,23 +344,24 @@ def _write_tokens(
     """Write all tokens into one file; return the boundaries of its pieces, its largest token, and the lost
     characters.
     """
-    ends, largest, lost = PieceBoundaries(), 0, Counter[str]()
+    ends, largest, lost_counts = PieceBoundaries(), 0, Counter[str]()
     with path.open("wb") as file:
-        for piece in encode_documents(reading, tokenizer, lost):
+        for piece in encode_documents(reading, tokenizer, lost_counts):
             ends.add(piece)
             largest = max(largest, int(piece.tokens.max(initial=0)))
             if largest >= tokenizer.vocab_size:
                 size = tokenizer.vocab_size
                 raise UserError(f"the tokenizer returned token {largest} of a vocabulary of {size}; use another one")
             file.write(piece.tokens.astype(dtype).tobytes())
-    if (written := ends.tokens[-1]) < 2:
+    if (count := ends.tokens[-1]) < 2:
         raise UserError(
             "the input is empty; give some text"
             if not ends.bytes[-1]
-            else f"the input has {written} token{'' if written == 1 else 's'}, but a token and the next one are needed "
-            "in each part; give a longer text, or a tokenizer that fits it" + (f": {lost_text(lost)}" if lost else "")
+            else f"the input has {count} token{'' if count == 1 else 's'}, but a token and the next one are needed "
+            "in each part; give a longer text, or a tokenizer that fits it"
+            + (f": {lost_text(lost_counts)}" if lost_counts else "")
         )
-    return ends, largest, lost
+    return ends, largest, lost_counts
 
 
 def _split(
@@ -387,9 +390,9 @@ def _add_special_tokens(
     tokens: NDArray[np.int64], piece: Piece, source: DocumentSource, tokenizer: Tokenizer
 ) -> NDArray[np.int64]:
     """Add the tokens that begin and end a document to the tokens of a piece."""
-    before = tokenizer.begin if piece.begins and piece.text else ()
-    after = () if tokenizer.end is None or not (piece.ends and source.ends and piece.text) else (tokenizer.end,)
-    return np.concatenate([before, tokens, after], dtype=np.int64, casting="unsafe") if before or after else tokens
+    begin = tokenizer.begin if piece.begins and piece.text else ()
+    end = () if tokenizer.end is None or not (piece.ends and source.ends and piece.text) else (tokenizer.end,)
+    return np.concatenate([begin, tokens, end], dtype=np.int64, casting="unsafe") if begin or end else tokens
 
 
 def _split_token_document(tokens: NDArray[np.integer], ends: bool, tokenizer: Tokenizer) -> Iterator[EncodedPiece]:
@@ -400,8 +403,8 @@ def _split_token_document(tokens: NDArray[np.integer], ends: bool, tokenizer: To
             f"token {wrong:,} is not in the vocabulary of {tokenizer.vocab_size:,} tokens ({tokenizer.kind}); name the "
             "tokenizer of these tokens"
         )
-    after = np.flatnonzero(tokens == tokenizer.end) + 1 if tokenizer.end is not None else np.empty(0, np.int64)
-    parts = np.split(tokens.astype(np.int64), after)
+    boundaries = np.flatnonzero(tokens == tokenizer.end) + 1 if tokenizer.end is not None else np.empty(0, np.int64)
+    parts = np.split(tokens.astype(np.int64), boundaries)
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
         if part.size or last:

@@ -145,7 +145,7 @@ class PreparedFolder:
     @property
     def bytes(self) -> int:
         """Size of all files together."""
-        return sum(each.bytes for each in self.manifest.files.values())
+        return sum(file.bytes for file in self.manifest.files.values())
 
     def verify(self) -> None:
         """Read every file and compare its checksum.
@@ -221,9 +221,9 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     folder = run_folder(folder)
     record = read_table(read_file(path, "JSON"), str(path)) if (path := folder / RECORD).is_file() else {}
     if record.get("tokenizer") is not None:
-        saved = read_settings(TokenizerRecord, record["tokenizer"], str(path), "tokenizer", strict=False)
-        contents = {name: _read_verified(folder / name, expected) for name, expected in saved.files.items()}
-        return restore(saved.kind, contents, saved.end)
+        description = read_settings(TokenizerRecord, record["tokenizer"], str(path), "tokenizer", strict=False)
+        contents = {name: _read_verified(folder / name, expected) for name, expected in description.files.items()}
+        return restore(description.kind, contents, description.end)
     path, of_bytes = folder / "tokenizer.json", export_tokenizer(ByteTokenizer())["tokenizer.json"]
     if path.is_file() and path.read_bytes() == of_bytes:
         return ByteTokenizer()
@@ -286,7 +286,7 @@ def restore(kind: str, files: dict[str, bytes], end: int | None = None) -> Token
         ByteTokenizer.kind: lambda files: ByteTokenizer(),
         Characters.kind: Characters.read,
         Gpt2.kind: Gpt2,
-        HuggingFace.kind: lambda files: HuggingFace(files["tokenizer.json"], beside=files, end=end),
+        HuggingFace.kind: lambda files: HuggingFace(files["tokenizer.json"], companions=files, end=end),
     }
     return makers[kind](files)
 

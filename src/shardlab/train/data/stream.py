@@ -63,8 +63,8 @@ class TokenRun:
     def count_targets(self, numbers: Numbers, seq_len: int) -> int:
         """Count the targets in some sequences. Targets that begin a document do not count."""
         first = numbers * seq_len
-        inside = np.searchsorted(self.starts, first + seq_len, "right") - np.searchsorted(self.starts, first, "right")
-        return numbers.size * seq_len - int(inside.sum())
+        starts = np.searchsorted(self.starts, first + seq_len, "right") - np.searchsorted(self.starts, first, "right")
+        return numbers.size * seq_len - int(starts.sum())
 
     def cut(self, numbers: Numbers, seq_len: int) -> tuple[Numbers, Numbers]:
         """Return tokens and targets of some sequences, (numbers, seq_len) each. A target that does not count is -1."""
@@ -120,13 +120,13 @@ class SequenceStream:
 
     def epochs(self, sequences: int, seq_len: int) -> list[float]:
         """Return the number of epochs of each source in the first `sequences` sequences."""
-        each = zip(self.runs, self.shares, strict=True)
-        return [sequences * share / sum(self.shares) / run.sequences(seq_len) for run, share in each]
+        runs_and_shares = zip(self.runs, self.shares, strict=True)
+        return [sequences * share / sum(self.shares) / run.sequences(seq_len) for run, share in runs_and_shares]
 
     def sequences_before_repeat(self, seq_len: int) -> int:
         """Return the number of sequences before a source repeats one."""
-        each = zip(self.runs, self.shares, strict=True)
-        return sum(self.shares) * min(run.sequences(seq_len) // share for run, share in each)
+        runs_and_shares = zip(self.runs, self.shares, strict=True)
+        return sum(self.shares) * min(run.sequences(seq_len) // share for run, share in runs_and_shares)
 
     def _locate(self, numbers: Numbers, seq_len: int, seed: int | None) -> tuple[Numbers, Numbers]:
         """Return the source of each sequence, and its index among the sequences of that source.
@@ -134,7 +134,7 @@ class SequenceStream:
         The sequences of a microbatch are few, and have consecutive numbers. LOCATED consecutive sequences are therefore
         located together, which takes no longer, and the result is kept for the following steps.
         """
-        block, last = (int(each()) // LOCATED for each in (numbers.min, numbers.max)) if numbers.size else (0, 1)
+        block, last = (int(extreme()) // LOCATED for extreme in (numbers.min, numbers.max)) if numbers.size else (0, 1)
         if block != last:
             return self._locate_all(numbers, seq_len, seed)
         if (key := (block, seq_len, seed)) not in self._located:
@@ -201,8 +201,8 @@ def shuffle(numbers: Numbers, size: int, purpose: str, seed: int, epochs: Number
     round_keys = _mix(_mix(epochs.astype(np.uint64) ^ np.uint64(base)) + _ROUND_NUMBERS)
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))  # bits; 4 ** half is less than 4 * size
     permuted = _permute(numbers.astype(np.uint64), round_keys, half)
-    while (outside := permuted >= size).any():
-        permuted[outside] = _permute(permuted[outside], round_keys[:, outside], half)
+    while (is_too_large := permuted >= size).any():
+        permuted[is_too_large] = _permute(permuted[is_too_large], round_keys[:, is_too_large], half)
     return permuted.astype(np.int64)
 
 
@@ -212,10 +212,10 @@ _ROUND_NUMBERS = np.arange(ROUNDS, dtype=np.uint64)[:, None]
 def _permute(numbers: NDArray[np.uint64], round_keys: NDArray[np.uint64], half: np.uint64) -> NDArray[np.uint64]:
     """Send numbers (n,) once through the network. `round_keys` is (ROUNDS, n)."""
     mask = np.uint64((1 << int(half)) - 1)
-    left, right = numbers >> half, numbers & mask
+    left_half, right_half = numbers >> half, numbers & mask
     for keys in round_keys:
-        left, right = right, left ^ (_mix(right ^ keys) & mask)
-    return left << half | right
+        left_half, right_half = right_half, left_half ^ (_mix(right_half ^ keys) & mask)
+    return left_half << half | right_half
 
 
 _INCREMENT, _FIRST_FACTOR, _SECOND_FACTOR, *_SHIFTS = np.array(

@@ -93,7 +93,7 @@ class Tokenizer(ABC):
         return {}
 
 
-def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[bytes]:
+def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, prefix: Sequence[int] = ()) -> Iterator[bytes]:
     """Yield the bytes that each token adds to the text of the tokens before it.
 
     Each token is decoded together with the tokens before it, back to the last one that is not only space, because
@@ -102,17 +102,17 @@ def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, before: Se
     Args:
         tokens: the tokens, as they arrive.
         tokenizer: tokenizer that decodes them.
-        before: earlier tokens, whose text is not yielded.
+        prefix: earlier tokens, whose text is not yielded.
     """
-    run = list(before)
-    known = tokenizer.decode(np.array(run, np.int64)) if run else b""
+    run = list(prefix)
+    previous_text = tokenizer.decode(np.array(run, np.int64)) if run else b""
     for token in tokens:
         run.append(token)
         text = tokenizer.decode(np.array(run, np.int64))
-        part = text[len(known) :]
+        part = text[len(previous_text) :]
         if part.strip():
             run, text = [token], tokenizer.decode(np.array([token], np.int64))
-        known = text
+        previous_text = text
         yield part
 
 
@@ -120,9 +120,9 @@ def same_tokens(a: Tokenizer, b: Tokenizer) -> bool:
     """Return whether two tokenizers have the same text for each token, except for added tokens."""
     if a.kind == b.kind and a.files() == b.files():
         return True
-    few, many = sorted((a, b), key=lambda each: each.vocab_size)
-    shared, beyond = few.vocab_size, range(few.vocab_size, many.vocab_size)
-    return many.added.issuperset(beyond) and few.token_texts() == many.token_texts()[:shared]
+    smaller, larger = sorted((a, b), key=lambda tokenizer: tokenizer.vocab_size)
+    shared, beyond = smaller.vocab_size, range(smaller.vocab_size, larger.vocab_size)
+    return larger.added.issuperset(beyond) and smaller.token_texts() == larger.token_texts()[:shared]
 
 
 class ByteTokenizer(Tokenizer):
@@ -173,7 +173,7 @@ class Characters(Tokenizer):
         """
         listed: Any = json.loads(files[cls.FILE])
         characters = cast(list[Any], listed if isinstance(listed, list) else [None])
-        if not all(isinstance(each, str) and len(each) == 1 for each in characters):
+        if not all(isinstance(character, str) and len(character) == 1 for character in characters):
             raise UserError(f"{cls.FILE} is not a list of characters; copy its folder again")
         return cls(characters)
 
@@ -294,11 +294,11 @@ class HuggingFace(Tokenizer):
         self,
         content: bytes,
         name: str = "tokenizer.json",
-        beside: Mapping[str, bytes] | None = None,
+        companions: Mapping[str, bytes] | None = None,
         end: int | None = None,
     ) -> None:
         tokenizers = import_extra("tokenizers", "a tokenizer.json")
-        self._content, self._name, self._beside = content, name, dict(beside or {})
+        self._content, self._name, self._companions = content, name, dict(companions or {})
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises no more specific exception
@@ -307,22 +307,22 @@ class HuggingFace(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         parts: dict[str, Any] = json.loads(content)
-        config = read_special_tokens(self._beside)
+        config = read_special_tokens(self._companions)
         self._add_tokens(config.added)
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         self.added = frozenset(added)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self.begin = find_begin_tokens(parts.get("post_processor"), config, vocabulary)
-        special = {each.content for each in added.values() if each.special}
+        special = {token.content for token in added.values() if token.special}
         self.end = end if end is not None else find_end_token(config, vocabulary, special)
         self._decoders = _decoder_types(parts.get("decoder"))
-        self._letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+        self._letters = {character: byte for byte, character in enumerate(byte_letters())}
         model: dict[str, Any] = parts["model"]
         self._unknown: int | None = model.get("unk_id", vocabulary.get(model.get("unk_token") or ""))
         self._drops = "merges" in model and self._unknown is None and not self._letters.keys() <= vocabulary.keys()
         self._spellings: dict[int, str] = {}
-        self._known: dict[str, bool] = {}
+        self._has_token: dict[str, bool] = {}
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> HuggingFace:
@@ -353,7 +353,7 @@ class HuggingFace(Tokenizer):
             raise UserError(
                 f"{self._name} cannot encode this text ({error}); use another tokenizer, or --train-bpe"
             ) from None
-        return [np.array(each.ids, np.int64) for each in encodings]
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def encode_spelled(self, text: str) -> list[int]:
         self._tokenizer.encode_special_tokens = False
@@ -377,20 +377,22 @@ class HuggingFace(Tokenizer):
             return {self._spelled(self._unknown): count} if count else NO_LOSSES
         if not self._drops:
             return NO_LOSSES
-        return {each: count for each, count in Counter(decode_utf8(text)).items() if not self._knows(each)}
+        return {
+            character: count for character, count in Counter(decode_utf8(text)).items() if not self._knows(character)
+        }
 
     def token_texts(self) -> list[bytes]:
         texts: list[bytes] = []
         for token in range(self.vocab_size):
             word = self._spelled(token)
-            whole = "ByteLevel" in self._decoders and all(letter in self._letters for letter in word)
-            texts.append(bytes(self._letters[letter] for letter in word) if whole else _unescape_bytes(word))
+            whole = "ByteLevel" in self._decoders and all(character in self._letters for character in word)
+            texts.append(bytes(self._letters[character] for character in word) if whole else _unescape_bytes(word))
         return texts
 
     def files(self) -> dict[str, bytes]:
         return {
             "tokenizer.json": self._content,
-            **{name: self._beside[name] for name in COMPANIONS if name in self._beside},
+            **{name: self._companions[name] for name in COMPANIONS if name in self._companions},
         }
 
     def _add_tokens(self, added: Mapping[int, str]) -> None:
@@ -413,18 +415,18 @@ class HuggingFace(Tokenizer):
         word = self.token(token)
         if "ByteFallback" in self._decoders and BYTE_TOKEN.fullmatch(word):
             word = _escape_bytes(bytes([int(word[3:5], 16)]))
-        elif "ByteLevel" in self._decoders and all(letter in self._letters for letter in word):
-            text = bytes(self._letters[letter] for letter in word)
+        elif "ByteLevel" in self._decoders and all(character in self._letters for character in word):
+            text = bytes(self._letters[character] for character in word)
             word = word if text.isascii() else _escape_bytes(text)
         self._spellings[token] = word
         return word
 
     def _knows(self, character: str) -> bool:
         """Return whether a character has a token. Spaces do: some tokenizers encode them only after a word."""
-        if character not in self._known:
-            there = character.isspace() or bool(self._tokenizer.encode(character, add_special_tokens=False).ids)
-            self._known[character] = there
-        return self._known[character]
+        if character not in self._has_token:
+            has_token = character.isspace() or bool(self._tokenizer.encode(character, add_special_tokens=False).ids)
+            self._has_token[character] = has_token
+        return self._has_token[character]
 
 
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -449,8 +451,8 @@ def read_tokenizer(path: Path, config: Mapping[str, Any] | None = None) -> Huggi
     try:
         content = path.read_bytes()
         json.loads(content)
-        beside = [path.parent / name for name in (*COMPANIONS, "config.json")]
-        files = {each.name: each.read_bytes() for each in beside if each.is_file()}
+        companions = [path.parent / name for name in (*COMPANIONS, "config.json")]
+        files = {companion.name: companion.read_bytes() for companion in companions if companion.is_file()}
     except OSError as error:
         raise UserError(f"the tokenizer {path} cannot be read ({error.strerror}); give a tokenizer.json") from None
     except ValueError as error:
@@ -465,9 +467,9 @@ def byte_letters() -> list[str]:
 
     As `bytes_to_unicode` in github.com/openai/gpt-2, src/encoder.py.
     """
-    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 CONFIG = "tokenizer_config.json"
@@ -482,14 +484,14 @@ def export_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
     match tokenizer:
         case ByteTokenizer():
             # byte pair encoding without any pair: every byte is a token, with GPT-2's letter for it
-            vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+            vocabulary = {symbol: byte for byte, symbol in enumerate(byte_letters())}
             return _files(_byte_level(words=False), _byte_level(words=False), _bpe(vocabulary, []))
         case Characters():
-            each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+            split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             vocabulary = {character: token for token, character in enumerate(tokenizer.characters)}
             # "[UNK]" is not in the vocabulary, so that an unknown token raises an error.
             model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
-            return _files(each, {"type": "Fuse"}, model)
+            return _files(split, {"type": "Fuse"}, model)
         case Gpt2():
             vocabulary: dict[str, int] = json.loads(tokenizer.files()["encoder.json"])
             lines = tokenizer.files()["vocab.bpe"].decode().splitlines()[1:]  # the first line gives the version
@@ -542,8 +544,8 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
     listed = cast(dict[str, Any], config.get("added_tokens_decoder") or {})
     numbers = {number: token for token, number in added.items()}
     numbers |= {int(number): token_text(token) for number, token in listed.items()}
-    ids = (each for model in models for each in _as_list(model.get("eos_token_id")))
-    end = next((each for each in ids if isinstance(each, int)), None)
+    ids = (token_id for model in models for token_id in _as_list(model.get("eos_token_id")))
+    end = next((token_id for token_id in ids if isinstance(token_id, int)), None)
     adds: Any = config.get("add_bos_token")
     return SpecialTokens({role: text for role, text in texts.items() if text}, numbers, adds, end)
 
@@ -561,11 +563,11 @@ def find_begin_tokens(post_processor: Any, config: SpecialTokens, vocabulary: Ma
         return (first,) if config.adds_begin and first is not None else ()
     match post_processor:
         case {"type": "Sequence", "processors": [*parts]}:
-            return tuple(token for each in parts for token in find_begin_tokens(each, config, vocabulary))
+            return tuple(token for part in parts for token in find_begin_tokens(part, config, vocabulary))
         case {"type": "TemplateProcessing", "single": [*pieces], "special_tokens": {**special}}:
-            named = takewhile(lambda piece: "SpecialToken" in piece, pieces)
-            ids: list[list[int]] = [cast(Any, special)[piece["SpecialToken"]["id"]]["ids"] for piece in named]
-            return tuple(token for each in ids for token in each)
+            special_pieces = takewhile(lambda piece: "SpecialToken" in piece, pieces)
+            ids: list[list[int]] = [cast(Any, special)[piece["SpecialToken"]["id"]]["ids"] for piece in special_pieces]
+            return tuple(token for token_ids in ids for token in token_ids)
         case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, int(token)]}:
             return (token,)
         case _:
@@ -577,8 +579,8 @@ def find_end_token(config: SpecialTokens, vocabulary: Mapping[str, int], special
 
     Among the usual names, special tokens come first.
     """
-    if (named := vocabulary.get(config.roles.get("eos_token", ""))) is not None:
-        return named
+    if (end_token := vocabulary.get(config.roles.get("eos_token", ""))) is not None:
+        return end_token
     if config.end in vocabulary.values():
         return config.end
     names = [*(name for name in END_NAMES if name in special), *END_NAMES]
@@ -591,14 +593,14 @@ def _load_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
-        before = os.environ.get("TIKTOKEN_CACHE_DIR")
+        old_folder = os.environ.get("TIKTOKEN_CACHE_DIR")
         os.environ["TIKTOKEN_CACHE_DIR"] = ""  # keeps tiktoken from copying the files into its cache
         try:
             return load.data_gym_to_mergeable_bpe_ranks(*(str(Path(folder, name)) for name in GPT2_FILES))
         finally:
             del os.environ["TIKTOKEN_CACHE_DIR"]
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
+            if old_folder is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = old_folder
 
 
 def _escape_bytes(text: bytes) -> str:
@@ -642,13 +644,13 @@ def _files(
 
 def _end_files(config: dict[str, Any], tokenizer: Tokenizer, name: str | None) -> dict[str, bytes]:
     """Return the files that name the token which ends a text, unless the tokenizer's own files name it."""
-    there = tokenizer.files()
+    own_files = tokenizer.files()
     if name is None:
-        return {} if CONFIG in there else {CONFIG: _json(DEFAULT_CONFIG)}
+        return {} if CONFIG in own_files else {CONFIG: _json(DEFAULT_CONFIG)}
     files: dict[str, bytes] = {}
     if not config.get("eos_token"):
         files[CONFIG] = _json(DEFAULT_CONFIG | config | {"eos_token": name})
-    if "generation_config.json" not in there:
+    if "generation_config.json" not in own_files:
         files["generation_config.json"] = _json({"eos_token_id": tokenizer.end})
     return files
 

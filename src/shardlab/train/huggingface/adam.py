@@ -70,7 +70,7 @@ def _in_run(source: CheckpointSource) -> AdamState | str:
     checkpoint = source.checkpoint
     if others := checkpoint.kinds - {WEIGHTS, EXACT, *MOMENTS}:
         return f"{', '.join(sorted(others))} beside AdamW's moments, which torchtitan does not have"
-    layers = [{layer for kind, layer in checkpoint.ranges if kind == each} for each in (WEIGHTS, *MOMENTS)]
+    layers = [{layer for kind, layer in checkpoint.ranges if kind == state_kind} for state_kind in (WEIGHTS, *MOMENTS)]
     if not layers[1] or layers[1:] != layers[:1] * 2:
         return "moments of AdamW for all weights, which the checkpoint does not have"
     kind = EXACT if EXACT in checkpoint.kinds else WEIGHTS
@@ -102,7 +102,7 @@ def _moment_source(source: WeightSource, moment: str) -> WeightSource:
 
     def parts(block: int, parameter: Any) -> Any:
         lists = source.parts(block, parameter)
-        return [[each._replace(name=f"{OPTIMIZER}state.{each.name}.{moment}") for each in inside] for inside in lists]
+        return [[part._replace(name=f"{OPTIMIZER}state.{part.name}.{moment}") for part in group] for group in lists]
 
     return replace(source, parts=parts)
 
@@ -120,9 +120,9 @@ def torchtitan_state(state: AdamState, tensors: Tensors, folder: Path) -> tuple[
         folder: folder of the checkpoint, which has the settings of the optimizer.
     """
     moments = [
-        each._replace(name=f"{OPTIMIZER}state.{each.name}.{name}")
+        tensor._replace(name=f"{OPTIMIZER}state.{tensor.name}.{name}")
         for name, source in state.moments.items()
-        for each in tensors(source)
+        for tensor in tensors(source)
     ]
     from shardlab.train.config_sources import file_source, saved_optimizer  # imports this package
 
@@ -190,13 +190,13 @@ def write_checkpoint(
         for block, length in enumerate(lengths)
         for kind, source in ((WEIGHTS, state.weights), *state.moments.items())
     ]
-    files = shards_of((each.nbytes for each in planned), "rank.safetensors", shard_bytes)
+    files = shards_of((tensor.nbytes for tensor in planned), "rank.safetensors", shard_bytes)
     disk, folder = Disk(), folder_of(out / "checkpoints", state.step)
     followed = zip(follow(planned), files, strict=True)
     for rank, (_, pairs) in enumerate(groupby(followed, lambda pair: pair[1])):
-        inside = [each for each, _ in pairs]
-        note = {"tensors": {each.name: each.numel for each in inside}, "updates": state.updates}
-        write_shard(disk, folder, rank, file_chunks(inside, inside), note)
+        tensors = [tensor for tensor, _ in pairs]
+        note = {"tensors": {tensor.name: tensor.numel for tensor in tensors}, "updates": state.updates}
+        write_shard(disk, folder, rank, file_chunks(tensors, tensors), note)
     documents = {
         STATE: json.dumps(_run_state(state, model, lengths, settings, config)),
         CONFIG: (settings / CONFIG).read_text(encoding="utf-8"),
@@ -218,13 +218,13 @@ def _run_state(
 ) -> dict[str, Any]:
     """Return the state of a run besides tensors: the state in `settings`, at the step of the weights."""
     base = read_table(read_file(settings / STATE, "JSON"), str(settings / STATE))
-    before, sequences = int(base["step"]), int(base["data"]["sequence"])
-    if before != state.step and (config.get("train", {}).get("batch_ramp") or sequences % max(1, before)):
+    base_step, sequences = int(base["step"]), int(base["data"]["sequence"])
+    if base_step != state.step and (config.get("train", {}).get("batch_ramp") or sequences % max(1, base_step)):
         raise UserError(
-            f"the weights are from step {state.step}, {settings} is from step {before}, and the batch changes between "
-            "these steps; name the settings of a run without batch_ramp"
+            f"the weights are from step {state.step}, {settings} is from step {base_step}, and the batch changes "
+            "between these steps; name the settings of a run without batch_ramp"
         )
-    sequence = sequences if before == state.step else sequences // before * state.step
+    sequence = sequences if base_step == state.step else sequences // base_step * state.step
     return base | {
         "step": state.step,
         "data": base["data"] | {"sequence": sequence},

@@ -89,7 +89,7 @@ def convert_weights(
     form: Form,
     *,
     shard_bytes: int = SHARD_BYTES,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     special: Mapping[str, int] | None = None,
     follow: Track = iter,
     settings: Path | None = None,
@@ -105,7 +105,8 @@ def convert_weights(
         form: format of the new folder.
         shard_bytes: largest size of a file in bytes. If there are several safetensors files, an index is written as
             well.
-        beside: contents of further files by name, such as a tokenizer's. Files of the source's folder take precedence.
+        extra_files: contents of further files by name, such as a tokenizer's. Files of the source's folder take
+            precedence.
         special: special tokens such as eos_token_id, for a config.json that lacks them.
         follow: function that wraps the iterator over the tensors or files, to show progress.
         settings: folder with the settings and progress of a run, such as a checkpoint. The new folder is then a run
@@ -124,7 +125,7 @@ def convert_weights(
     else:
         planned = _plan(source, form)
     with atomic_folder(out) as part:
-        if (free := shutil.disk_usage(part).free) < (needed := sum(each.nbytes for each in planned)):
+        if (free := shutil.disk_usage(part).free) < (needed := sum(tensor.nbytes for tensor in planned)):
             raise UserError(f"the weights have {needed:,} bytes, but the disk of {out} has {free:,} bytes free")
         if form == "dcp":
             from shardlab.train.checkpoint.distributed import write_distributed  # imports much of torch
@@ -134,8 +135,8 @@ def convert_weights(
                 shutil.copyfile(source.folder / name, part / name)
         else:
             _write_safetensors(part / (WEIGHTS if form == "shardlab" else SINGLE), planned, shard_bytes, follow)
-        _write_config(source, form, part, {each.dtype for each in planned}, special or {})
-        for name, content in (beside or {}).items():
+        _write_config(source, form, part, {tensor.dtype for tensor in planned}, special or {})
+        for name, content in (extra_files or {}).items():
             (part / name).write_bytes(content)
         for path in sorted({path for pattern in COMPANIONS for path in source.folder.glob(pattern)}):
             if path.is_file():
@@ -146,7 +147,7 @@ def convert_weights(
 def _result(source: Source, out: Path, form: Form, planned: Sequence[OutputTensor], left_out: list[str]) -> Converted:
     """Return the result of a conversion into a folder that is complete."""
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
-    count = sum(each.numel for each in planned)
+    count = sum(tensor.numel for tensor in planned)
     return Converted(str(out), form, name_of(type(source.model)), count, len(planned), files, left_out)
 
 
@@ -158,20 +159,20 @@ def _as_run(source: Source, out: Path, settings: Path, shard_bytes: int, follow:
     with atomic_folder(out) as part:
         planned = write_checkpoint(state, part, settings, shard_bytes, follow)
         _write_config(source, "shardlab", part, set(), {})
-    left_out = [each for each in source.left_out if each not in ("optimizer", "train_state")]
+    left_out = [name for name in source.left_out if name not in ("optimizer", "train_state")]
     return _result(source, out, "shardlab", planned, left_out)
 
 
 def _write_safetensors(single: Path, planned: Sequence[OutputTensor], shard_bytes: int, follow: Track) -> None:
     """Write tensors into one file, or into several files and their index."""
-    files = shards_of((each.nbytes for each in planned), single.name, shard_bytes)
+    files = shards_of((tensor.nbytes for tensor in planned), single.name, shard_bytes)
     followed = zip(follow(list(planned)), files, strict=True)
     for name, tensors in groupby(followed, lambda pair: pair[1]):
-        written = [each for each, file in zip(planned, files, strict=True) if file == name]
-        Disk().write(single.with_name(name), file_chunks(written, (each for each, _ in tensors)))
+        file_tensors = [tensor for tensor, file in zip(planned, files, strict=True) if file == name]
+        Disk().write(single.with_name(name), file_chunks(file_tensors, (tensor for tensor, _ in tensors)))
     if files[0] != single.name:
-        index = dict(zip((each.name for each in planned), files, strict=True))
-        write_atomically(index_of(single), index_text(index, sum(each.nbytes for each in planned)))
+        index = dict(zip((tensor.name for tensor in planned), files, strict=True))
+        write_atomically(index_of(single), index_text(index, sum(tensor.nbytes for tensor in planned)))
 
 
 def _plan(source: Source, form: Form) -> list[OutputTensor]:
@@ -186,16 +187,16 @@ def _plan(source: Source, form: Form) -> list[OutputTensor]:
     if form == "dcp":
         return _torchtitan_tensors(source)
     family, model = family_of(source.model, str(source.folder))
-    there = {(block, parameter.name) for block, parameter in parameters_of(source.model)}
+    existing = {(block, parameter.name) for block, parameter in parameters_of(source.model)}
     default = source.dtype(*next(parameters_of(source.model)))
     planned: list[OutputTensor] = []
     for block, parameter in parameters_of(replace(model, bias=True) if family is GPT2 else model):
         parts = family.naming.parts(model, block, parameter)
-        if (block, parameter.name) in there:
+        if (block, parameter.name) in existing:
             planned += _tensors_of(source, block, parameter, parts)
         else:
-            rows = [part for each in parts for part in each]
-            planned += [OutputTensor(each.name, each.shape, default, partial(_zeros, each.shape[1:])) for each in rows]
+            rows = [part for matrix_parts in parts for part in matrix_parts]
+            planned += [OutputTensor(row.name, row.shape, default, partial(_zeros, row.shape[1:])) for row in rows]
     return planned
 
 
@@ -203,9 +204,9 @@ def _torchtitan_parameters(source: Source) -> list[OutputTensor]:
     """List the parameters in torchtitan's layout."""
     naming = torchtitan_naming(source.model, str(source.folder))
     return [
-        each
+        tensor
         for block, parameter in parameters_of(source.model)
-        for each in _tensors_of(source, block, parameter, naming.parts(cast(GPT, source.model), block, parameter))
+        for tensor in _tensors_of(source, block, parameter, naming.parts(cast(GPT, source.model), block, parameter))
     ]
 
 
@@ -214,7 +215,7 @@ def _torchtitan_tensors(source: Source) -> list[OutputTensor]:
     planned, model = _torchtitan_parameters(source), source.model
     for block, parameter in parameters_of(source.model):
         if model.has_tied_head and parameter.name == EMBEDDING:
-            planned.append(next(each for each in planned if each.name == TITAN_EMBEDDING)._replace(name=HEAD))
+            planned.append(next(tensor for tensor in planned if tensor.name == TITAN_EMBEDDING)._replace(name=HEAD))
         if isinstance(model, MoE) and parameter.name == ROUTER:
             name = f"layers.{block}.{EXPERT_BIAS}"
             planned.append(OutputTensor(name, (model.experts,), torch.float32, partial(_zeros, ())))
@@ -226,17 +227,17 @@ def _tensors_of(
 ) -> list[OutputTensor]:
     """List the tensors that store a parameter. One tensor may store several parts of the parameter, or all experts."""
     by_tensor: dict[str, list[tuple[int, Part]]] = {}
-    for matrix, each in enumerate(parts):
-        for part in each:
+    for matrix, matrix_parts in enumerate(parts):
+        for part in matrix_parts:
             by_tensor.setdefault(part.name, []).append((matrix, part))
     planned: list[OutputTensor] = []
-    for name, inside in by_tensor.items():
-        (matrix, part), several = inside[0], inside[0][1].expert is not None
-        shape = (len(inside), *part.shape) if several else part.shape
+    for name, numbered_parts in by_tensor.items():
+        (matrix, part), several = numbered_parts[0], numbered_parts[0][1].expert is not None
+        shape = (len(numbered_parts), *part.shape) if several else part.shape
         if several:
-            read = partial(_read_experts, source, block, parameter, inside)
+            read = partial(_read_experts, source, block, parameter, numbered_parts)
         else:
-            read = partial(_read_parts, source, block, parameter, matrix, [each for _, each in inside])
+            read = partial(_read_parts, source, block, parameter, matrix, [part for _, part in numbered_parts])
         together = 1 if several or part.heads is None else part.heads.stride or part.heads.size
         planned.append(OutputTensor(name, shape, source.dtype(block, parameter), read, together))
     return planned
@@ -252,11 +253,11 @@ def _read_whole(source: Source, block: int, parameter: Parameter, start: int, st
 
 
 def _read_experts(
-    source: Source, block: int, parameter: Parameter, inside: Sequence[tuple[int, Part]], start: int, stop: int
+    source: Source, block: int, parameter: Parameter, parts: Sequence[tuple[int, Part]], start: int, stop: int
 ) -> Tensor:
     """Read the matrices of some experts as the new file stores them."""
     return torch.stack(
-        [_read_parts(source, block, parameter, matrix, [part], 0, part.shape[0]) for matrix, part in inside[start:stop]]
+        [_read_parts(source, block, parameter, matrix, [part], 0, part.shape[0]) for matrix, part in parts[start:stop]]
     )
 
 

@@ -89,17 +89,17 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
 def write_config(family: Family, model: GPT) -> dict[str, Any]:
     """Return the config.json of a model of this family."""
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    for each in family.config.fields:
-        value: Any = getattr(model, each.ours)
-        if each.words:
-            value = next(theirs for theirs, ours in each.words.items() if ours == value)
-        if each.ours == "kv_heads":
+    for entry in family.config.fields:
+        value: Any = getattr(model, entry.ours)
+        if entry.words:
+            value = next(theirs for theirs, ours in entry.words.items() if ours == value)
+        if entry.ours == "kv_heads":
             value = model.kv_heads or model.heads
-        if each.ours == "ffn_hidden_size" and each.default is REQUIRED:
+        if entry.ours == "ffn_hidden_size" and entry.default is REQUIRED:
             value = model.hidden
-        if (each.theirs == "bias" and value) or (each.theirs == "head_dim" and value is None):
+        if (entry.theirs == "bias" and value) or (entry.theirs == "head_dim" and value is None):
             continue  # transformers has no field `bias`, and derives `head_dim`
-        config |= dict.fromkeys((each.theirs, *each.like), value)
+        config |= dict.fromkeys((entry.theirs, *entry.like), value)
     if family.config.rope_theta is not None:
         config |= {"rope_theta": model.rope_theta, "rope_scaling": _scaling(model.rope_scaling)}
     return config | dict(family.config.fixed) | {"bos_token_id": None, "eos_token_id": None}

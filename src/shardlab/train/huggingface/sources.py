@@ -108,8 +108,8 @@ class Tensors(Protocol):
         """Return the dtype of a tensor."""
         ...
 
-    def read(self, name: str, *where: slice | int) -> Tensor:
-        """Read the part `where` of a tensor, or all of it if `where` is empty."""
+    def read(self, name: str, *indices: slice | int) -> Tensor:
+        """Read the part `indices` of a tensor, or all of it if `indices` is empty."""
         ...
 
 
@@ -145,8 +145,8 @@ class WeightSource:
         """Return the data type of a parameter: the widest one of its parts."""
         dtypes = [self.tensors.dtype(self.name(part)) for parts in self.parts(block, parameter) for part in parts]
         wide = dtypes[0]
-        for each in dtypes[1:]:
-            wide = torch.promote_types(wide, each)
+        for dtype in dtypes[1:]:
+            wide = torch.promote_types(wide, dtype)
         return wide
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ class WeightSource:
         for parameter, part in self.every_part():
             several = () if part.expert is None else (parameter.shape[0],)
             shapes[self.name(part)] = (*several, *part.shape)
-        there = self.tensors.names
-        if missing := sorted(shapes.keys() - there):
+        stored_names = self.tensors.names
+        if missing := sorted(shapes.keys() - stored_names):
             raise UserError(
                 f"{self.folder} lacks {counted(len(missing), 'tensor')} of its model's {len(shapes)}: {_some(missing)}"
             )
@@ -198,7 +198,7 @@ class WeightSource:
                     f"{self.folder}: {name} is {_dims(stored)}, but the model's fields make it {_dims(shape)}; "
                     "its configuration is not that of these weights"
                 )
-        extra = sorted(name for name in there - shapes.keys() if not name.endswith(ignored))
+        extra = sorted(name for name in stored_names - shapes.keys() if not name.endswith(ignored))
         zeros = (".bias", *EXPERT_BIASES) if not self.model.bias else EXPERT_BIASES  # transformers' GPT-2 has biases
         extra = [name for name in extra if not name.endswith(zeros) or bool(self.tensors.read(name).any())]
         if balancing := [name for name in extra if name.endswith(EXPERT_BIASES)]:
@@ -236,7 +236,9 @@ class WeightSource:
         Raises:
             UserError: if it differs. The message says how to use that head, and how to keep the heads tied.
         """
-        whole = next((block, each) for block, each in parameters_of(self.model) if each.name == EMBEDDING)
+        whole = next(
+            (block, parameter) for block, parameter in parameters_of(self.model) if parameter.name == EMBEDDING
+        )
         ((embedding,),) = self.parts(*whole)
         name, rows = self.name(embedding), max(1, COMPARED // embedding.columns)
         same_shape = self.tensors.shape(head) == self.tensors.shape(name)
@@ -343,14 +345,14 @@ def recorded_model(record: Any, path: Path) -> Blocks:
     Raises:
         UserError: if the record has no model, or an invalid one. The message has the path.
     """
-    written = cast(dict[str, Any], record).get("model") if isinstance(record, dict) else None
-    written = dict(cast(dict[str, Any], written)) if isinstance(written, dict) else {}
-    kind = written.pop("kind", None)
+    model_fields = cast(dict[str, Any], record).get("model") if isinstance(record, dict) else None
+    model_fields = dict(cast(dict[str, Any], model_fields)) if isinstance(model_fields, dict) else {}
+    kind = model_fields.pop("kind", None)
     if not isinstance(kind, str):
         raise UserError(f"{path} does not name the model of the weights; its field model has no kind")
     folder: Any = cast(dict[str, Any], record).get("folder")
     kind = file_from_here(kind, folder if isinstance(folder, str) else None)
-    return with_written(find_model(kind), written, str(path))
+    return with_written(find_model(kind), model_fields, str(path))
 
 
 Ranges = Sequence[tuple[int, int]]
@@ -370,7 +372,7 @@ def initial_from(folder: Path, model: Model) -> Initial:
     require_same(source.model, model.whole if isinstance(model, CutModel) else model, folder)
 
     def initial(layer: int, length: int, ranges: Ranges, dtype: torch.dtype) -> Tensor:
-        return torch.cat([read_range(source, model, layer, length, *each, dtype) for each in ranges])
+        return torch.cat([read_range(source, model, layer, length, *span, dtype) for span in ranges])
 
     return initial
 
@@ -409,9 +411,9 @@ def _dims(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _some(names: list[str], most: int = 3) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def _some(names: list[str], limit: int = 3) -> str:
+    omitted = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
 def _shared_fields(model: Model) -> dict[str, object]:
@@ -421,4 +423,4 @@ def _shared_fields(model: Model) -> dict[str, object]:
         head_dim = None if equal else model.head_size
         model = replace(model, kv_heads=model.kv_heads or model.heads, head_dim=head_dim, ffn_hidden_size=model.hidden)
     free = {"dropout", "seq_len", "capacity_factor", "auxiliary"}
-    return {each.name: getattr(model, each.name) for each in fields(model) if each.name not in free}
+    return {entry.name: getattr(model, entry.name) for entry in fields(model) if entry.name not in free}

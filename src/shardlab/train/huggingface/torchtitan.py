@@ -70,28 +70,28 @@ def torchtitan_naming(model: Blocks, source: str, names: Collection[str] = ()) -
     head = OLD_HEAD if f"{OLD_HEAD}.weight" in names else HEAD
     old = any(name.endswith(OLD_EXPERTS) for name in names)
     experts, out = (OLD_EXPERTS, OLD_EXPERTS_OUT) if old else (EXPERTS, EXPERTS_OUT)
-    inside = "layers.{block}."
+    prefix = "layers.{block}."
     tensors = {
         "wte": ["tok_embeddings"],
         "ln_f": ["norm"],
         "lm_head": [head],
-        "ln_1": [f"{inside}attention_norm"],
-        "ln_2": [f"{inside}ffn_norm"],
-        "attn.c_proj": [f"{inside}attention.wo"],
-        "mlp.c_fc": [f"{inside}feed_forward.w1", f"{inside}feed_forward.w3"],
-        "mlp.c_proj": [f"{inside}feed_forward.w2"],
-        "mlp.router": [f"{inside}moe.router.gate"],
-        "mlp.experts.c_fc": [inside + name for name in experts],
-        "mlp.experts.c_proj": [inside + out],
-        "mlp.shared.c_fc": [f"{inside}moe.shared_experts.w1", f"{inside}moe.shared_experts.w3"],
-        "mlp.shared.c_proj": [f"{inside}moe.shared_experts.w2"],
+        "ln_1": [f"{prefix}attention_norm"],
+        "ln_2": [f"{prefix}ffn_norm"],
+        "attn.c_proj": [f"{prefix}attention.wo"],
+        "mlp.c_fc": [f"{prefix}feed_forward.w1", f"{prefix}feed_forward.w3"],
+        "mlp.c_proj": [f"{prefix}feed_forward.w2"],
+        "mlp.router": [f"{prefix}moe.router.gate"],
+        "mlp.experts.c_fc": [prefix + name for name in experts],
+        "mlp.experts.c_proj": [prefix + out],
+        "mlp.shared.c_fc": [f"{prefix}moe.shared_experts.w1", f"{prefix}moe.shared_experts.w3"],
+        "mlp.shared.c_proj": [f"{prefix}moe.shared_experts.w2"],
     }
     stacked, size = frozenset({"mlp.experts.c_fc", "mlp.experts.c_proj"}), model.head_size
     if model.kv_rank is not None:
         return Naming(tensors | _latent_names(model), heads=_latent_heads(model), stacked=stacked)
     module = OLD_QKV if f"layers.0.{OLD_QKV}.wq.weight" in names else QKV_MODULE
-    tensors |= {QKV: [f"{inside}{module}.{name}" for name in ("wq", "wk", "wv")]}
-    tensors |= {f"attn.{name}_norm": [f"{inside}attention.{name}_norm"] for name in "qk"}
+    tensors |= {QKV: [f"{prefix}{module}.{name}" for name in ("wq", "wk", "wv")]}
+    tensors |= {f"attn.{name}_norm": [f"{prefix}attention.{name}_norm"] for name in "qk"}
     shared = HeadOrder(size, 0, halves=True)
     norms = {(f"attn.{name}_norm", 0): shared for name in "qk"}
     return Naming(tensors, rotary=model.qk_norm or isinstance(model, MoE), heads=norms, stacked=stacked)
@@ -114,14 +114,14 @@ def _require_known(model: Blocks, source: str) -> GPT:
 
 
 def _latent_names(model: GPT) -> dict[str, list[str]]:
-    inside = "layers.{block}.attention."
-    keys = f"{inside}wkv_a"
+    prefix = "layers.{block}.attention."
+    keys = f"{prefix}wkv_a"
     return {
-        "attn.latents": [keys] if model.q_rank is None else [f"{inside}wq_a", keys],
-        "attn.q_latent_norm": [f"{inside}q_norm"],
-        "attn.kv_latent_norm": [f"{inside}kv_norm"],
-        "attn.latent_q": [f"{inside}wq" if model.q_rank is None else f"{inside}wq_b"],
-        "attn.latent_kv": [f"{inside}wkv_b"] * 2,
+        "attn.latents": [keys] if model.q_rank is None else [f"{prefix}wq_a", keys],
+        "attn.q_latent_norm": [f"{prefix}q_norm"],
+        "attn.kv_latent_norm": [f"{prefix}kv_norm"],
+        "attn.latent_q": [f"{prefix}wq" if model.q_rank is None else f"{prefix}wq_b"],
+        "attn.latent_kv": [f"{prefix}wkv_b"] * 2,
     }
 
 

@@ -52,7 +52,7 @@ class _CommandRank:
     lines: tuple[deque[bytes], deque[bytes]] = field(
         default_factory=lambda: (deque(maxlen=LAST_LINES), deque(maxlen=LAST_LINES))
     )
-    ended: float = 0.0
+    end_time: float = 0.0
 
     @property
     def output(self) -> str:
@@ -63,7 +63,7 @@ class _CommandRank:
         streams = zip((self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr), self.lines, strict=True)
         readers = [asyncio.ensure_future(self._read(ours, to.buffer, last)) for ours, to, last in streams if ours]
         await self.process.wait()
-        self.ended = time.monotonic()
+        self.end_time = time.monotonic()
         await asyncio.wait(readers, timeout=1)  # children that are still running may hold its pipes
         for reader in readers:
             reader.cancel()
@@ -92,13 +92,13 @@ class Outcome:
     """Outcome of an attempt to run a command.
 
     Attributes:
-        asked: number of the signal that asked this process to stop; 0 if there was none.
+        signal: number of the signal that asked this process to stop; 0 if there was none.
         rank: rank that failed first; None if none did.
         code: exit code of this rank, or the negative number of the signal that ended it.
         output: last lines that this rank wrote to stderr, or to stdout if it wrote nothing to stderr.
     """
 
-    asked: int = 0
+    signal: int = 0
     rank: int | None = None
     code: int = 0
     output: str = ""
@@ -116,10 +116,10 @@ def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: in
         restarts: largest number of restarts of all ranks after failures.
     """
     for attempt in range(restarts + 1):
-        ending = asyncio.run(_attempt(command, ranks, bound, attempt, restarts))
-        if ending.asked or ending.rank is None or attempt == restarts:
-            return ending
-        print(f"shardlab: rank {ending.rank} failed; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+        outcome = asyncio.run(_attempt(command, ranks, bound, attempt, restarts))
+        if outcome.signal or outcome.rank is None or attempt == restarts:
+            return outcome
+        print(f"shardlab: rank {outcome.rank} failed; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns")
 
 
@@ -235,10 +235,10 @@ def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist
 
     This is the largest count of all hosts, because a host that joins later counts from 0.
     """
-    here = restarts(os.environ)
+    local_restarts = restarts(os.environ)
     if environment is None or not may_restart(os.environ):
-        return here
-    return max(map(int, RankExchange(environment, timeout).exchange(str(here))))
+        return local_restarts
+    return max(map(int, RankExchange(environment, timeout).exchange(str(local_restarts))))
 
 
 @contextmanager
@@ -316,28 +316,28 @@ def _forward_signals(ranks: Sequence[_CommandRank]) -> list[tuple[int, float]]:
 
 
 async def _watch(ranks: Sequence[_CommandRank], requests: Sequence[tuple[int, float]]) -> Outcome:
-    running = {asyncio.ensure_future(rank.run()) for rank in ranks}
-    while running and not _failed(ranks):
-        _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    if running:
-        await asyncio.wait(running, timeout=KILL_SECONDS if requests else REPORT_SECONDS)
+    tasks = {asyncio.ensure_future(rank.run()) for rank in ranks}
+    while tasks and not _failed(ranks):
+        _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if tasks:
+        await asyncio.wait(tasks, timeout=KILL_SECONDS if requests else REPORT_SECONDS)
     failed = _failed(ranks)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        running = {task for task in running if not task.done()}
-        if running:
+        tasks = {task for task in tasks if not task.done()}
+        if tasks:
             for rank in ranks:
                 rank.send(number)
-            await asyncio.wait(running, timeout=KILL_SECONDS)
+            await asyncio.wait(tasks, timeout=KILL_SECONDS)
     causes = [rank for rank in failed if not sounds_lost(rank.output)] or failed
-    first = min(causes, key=lambda rank: rank.ended, default=None)
-    why = requests[0][0] if requests else 0
+    first = min(causes, key=lambda rank: rank.end_time, default=None)
+    stop_signal = requests[0][0] if requests else 0
     if first is None:
-        return Outcome(why)
-    return Outcome(why, first.number, first.process.returncode or 0, first.output)
+        return Outcome(stop_signal)
+    return Outcome(stop_signal, first.number, first.process.returncode or 0, first.output)
 
 
 def _failed(ranks: Sequence[_CommandRank]) -> list[_CommandRank]:
-    return [rank for rank in ranks if rank.ended and rank.process.returncode]
+    return [rank for rank in ranks if rank.end_time and rank.process.returncode]
 
 
 def _wait(
@@ -345,7 +345,7 @@ def _wait(
     limit: float,
     arrived: Callable[[], bool],
     missing: Callable[[], list[int]],
-    why: Callable[[], str] = str,
+    describe_cause: Callable[[], str] = str,
 ) -> None:
     """Wait for other ranks. The first rank of each host reports which ranks are missing, and how long it will wait.
 
@@ -353,7 +353,8 @@ def _wait(
         limit: time limit in seconds.
         arrived: function that returns whether all ranks have arrived.
         missing: function that returns the ranks that are missing.
-        why: function that returns why a rank is not found, such as ` (Connection refused)`; empty if it is not known.
+        describe_cause: function that returns why a rank is not found, such as ` (Connection refused)`; empty if it is
+            not known.
 
     Raises:
         UserError: if ranks do not arrive in time. The message names them.
@@ -367,11 +368,11 @@ def _wait(
             it, has, host = ("it", "has", "its host") if len(ranks) == 1 else ("they", "have", "their hosts")
             raise UserError(
                 f"rank {environment.rank} of {environment.world} waited {limit:g} s for {rank_names(ranks)} at "
-                f"{environment.where}, and {it} {has} not answered{why()}; look at what {it} {has} printed, and at "
-                f"what the launcher says of {host}"
+                f"{environment.endpoint}, and {it} {has} not answered{describe_cause()}; look at what {it} {has} "
+                f"printed, and at what the launcher says of {host}"
             )
         if now - reported >= SAY_SECONDS and environment.local_rank == 0:
-            say_waiting(f"waiting for {rank_names(missing())} at {environment.where}, {waited:.0f} s of {limit:g} s")
+            say_waiting(f"waiting for {rank_names(missing())} at {environment.endpoint}, {waited:.0f} s of {limit:g} s")
             reported = now
         time.sleep(min(limit - waited, max(PAUSE, min(waited / 20, LONGEST_PAUSE))))
 
@@ -393,8 +394,8 @@ def _agent_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
     def arrived() -> bool:
         nonlocal words
         if rank == 0:
-            here = [other for other in ranks if store.check([f"start/{other}"])]
-            words = [store.get(f"start/{other}").decode() for other in here]
+            arrived_ranks = [other for other in ranks if store.check([f"start/{other}"])]
+            words = [store.get(f"start/{other}").decode() for other in arrived_ranks]
             store.set("start", json.dumps(words))
             return len(words) == len(ranks) and store.check([f"{mine}/{other}" for other in ranks[1:]])
         words = json.loads(store.get("start")) if store.check(["start"]) else []
@@ -423,8 +424,8 @@ def _rank_0_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
     thread.join(ANSWER_SECONDS)
     if not stores:
         raise UserError(
-            f"rank {environment.rank} did not find rank 0 at {environment.where}: the port is in use by something "
-            "else; choose another in MASTER_PORT"
+            f"rank {environment.rank} did not find rank 0 at {environment.endpoint}: the port is in use by "
+            "something else; choose another in MASTER_PORT"
         )
     return stores[0]
 
@@ -439,16 +440,16 @@ def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
     Before it imports torch, rank 0 tests the port (`require_port`). That test accepts connections and closes them.
     """
 
-    why = ""
+    cause = ""
 
     def listens() -> bool:
-        nonlocal why
+        nonlocal cause
         try:
             probe = socket.create_connection(
                 (environment.address, environment.port), timeout=min(ANSWER_SECONDS, limit)
             )
         except OSError as error:
-            why = f" ({error.strerror or error})"
+            cause = f" ({error.strerror or error})"
             return False
         with probe, suppress(TimeoutError):
             probe.settimeout(CLOSE_SECONDS)
@@ -457,4 +458,4 @@ def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
             return False
         return True
 
-    _wait(environment, limit, listens, lambda: [0], lambda: why)
+    _wait(environment, limit, listens, lambda: [0], lambda: cause)

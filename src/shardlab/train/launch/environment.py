@@ -51,7 +51,7 @@ class LaunchEnvironment:
     local_world: int | None = None
 
     @property
-    def where(self) -> str:
+    def endpoint(self) -> str:
         """Meeting point, as host:port."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"{host}:{self.port}"
@@ -96,8 +96,8 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
         for name, variable in (("local_rank", "LOCAL_RANK"), ("local_world", "LOCAL_WORLD_SIZE"))
     )
     hosts = _Hosts(environment, worlds, rank, world, local_rank, local_world)
-    address, here = hosts.address(), hosts.local_world()
-    return LaunchEnvironment(rank.value, world.value, hosts.local_rank(here), address, port.value, here)
+    address, host_ranks = hosts.address(), hosts.local_world()
+    return LaunchEnvironment(rank.value, world.value, hosts.local_rank(host_ranks), address, port.value, host_ranks)
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class _Hosts:
             raise UserError(
                 f"{local} and {self.world}, but {hosts}; unset the variables that the launcher of the ranks did not set"
             )
-        known = by_hosts if by_size is None else by_size
-        one_host = True if self.world.value == 1 else known
+        by_variables = by_hosts if by_size is None else by_size
+        one_host = True if self.world.value == 1 else by_variables
         if meeting and _is_loopback(meeting) and not from_torchrun(self.environment):
             if one_host is False:
                 raise UserError(
@@ -162,16 +162,16 @@ class _Hosts:
             return self.own_world.value
         return self.world.value if self.one_host else None
 
-    def local_rank(self, here: int | None) -> int:
+    def local_rank(self, host_ranks: int | None) -> int:
         """Return the number of this rank on its host.
 
         Args:
-            here: number of ranks on the host, if it is known.
+            host_ranks: number of ranks on the host, if it is known.
 
         Raises:
             UserError: if it cannot be determined.
         """
-        local_rank, alone = self.own_rank, self.rank.value if self.one_host else 0 if here == 1 else None
+        local_rank, alone = self.own_rank, self.rank.value if self.one_host else 0 if host_ranks == 1 else None
         if local_rank is None:
             if alone is None:
                 raise UserError(
@@ -179,12 +179,12 @@ class _Hosts:
                     "counted from 0 on each host"
                 )
             return alone
-        if local_rank.value >= (self.world.value if here is None else here):
+        if local_rank.value >= (self.world.value if host_ranks is None else host_ranks):
             size = self.own_world or self.world
             raise UserError(f"{local_rank} but {size}; ranks are counted from 0, so set {local_rank.variable} to less")
         if alone is not None and local_rank.value != alone:
-            where = "all ranks are on one host" if self.one_host else f"{self.own_world}"
-            raise UserError(f"{local_rank} but {self.rank}, and {where}; set {local_rank.variable} to {alone}")
+            reason = "all ranks are on one host" if self.one_host else f"{self.own_world}"
+            raise UserError(f"{local_rank} but {self.rank}, and {reason}; set {local_rank.variable} to {alone}")
         return local_rank.value
 
     def address(self) -> str:
@@ -211,8 +211,8 @@ class _Hosts:
                 f"PBS_NODEFILE names one host, but {self.own_world} and {self.world}; set MASTER_ADDR to the host of "
                 "rank 0"
             )
-        where = "they are on several hosts" if one_host is False else "no variable says on how many hosts they are"
-        reason = step.unsure if step is not None and step.unsure else f"{self.read}: {where}, and where rank 0 is"
+        hosts_text = "they are on several hosts" if one_host is False else "no variable says on how many hosts they are"
+        reason = step.unsure if step is not None and step.unsure else f"{self.read}: {hosts_text}, and where rank 0 is"
         raise UserError(f"{reason}; set MASTER_ADDR to the host of rank 0")
 
 
@@ -234,9 +234,9 @@ def require_port(environment: Mapping[str, str]) -> None:
     world = find_launch_environment(environment)
     if world is None or world.rank or world.world == 1 or from_torchrun(environment):
         return
-    family, both = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
+    family, dualstack = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
     try:
-        server = socket.create_server(("", world.port), family=family, dualstack_ipv6=both)
+        server = socket.create_server(("", world.port), family=family, dualstack_ipv6=dualstack)
     except OSError as error:
         raise port_in_use(world, os.strerror(error.errno or 0)) from None
     with server:
@@ -246,7 +246,7 @@ def require_port(environment: Mapping[str, str]) -> None:
 def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
     """Return the error for a port at which rank 0 cannot listen."""
     return UserError(
-        f"rank 0 could not meet the others at {environment.where}: is the port in use? "
+        f"rank 0 could not meet the others at {environment.endpoint}: is the port in use? "
         f"Choose another in MASTER_PORT ({reason})"
     )
 
@@ -315,13 +315,13 @@ class CpuShare:
         host: name of its host.
         cpus: numbers of the CPUs on which it may run.
         quota: limit on the CPU time of all processes of its container together, in CPUs (None: no limit).
-        asked: value of OMP_NUM_THREADS (None: not set).
+        omp_num_threads: value of OMP_NUM_THREADS (None: not set).
     """
 
     host: str
     cpus: frozenset[int]
     quota: float | None
-    asked: int | None
+    omp_num_threads: int | None
 
     @classmethod
     def of_this_process(cls) -> CpuShare:
@@ -346,7 +346,7 @@ def threads_of(shares: Sequence[CpuShare]) -> int:
     hosts: dict[str, list[CpuShare]] = {}
     for share in shares:
         hosts.setdefault(share.host, []).append(share)
-    return min(mine.asked or _threads_beside(mine, here) for here in hosts.values() for mine in here)
+    return min(mine.omp_num_threads or _threads_beside(mine, group) for group in hosts.values() for mine in group)
 
 
 def asked_threads(environ: Mapping[str, str]) -> int | None:
@@ -371,10 +371,10 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
     for line in lines:
         if line.startswith("0::"):
             folder = root / line.removeprefix("0::").strip().lstrip("/")
-            for each in (folder, *folder.parents):
-                if each.is_relative_to(root):
+            for control_group in (folder, *folder.parents):
+                if control_group.is_relative_to(root):
                     with suppress(OSError, ValueError):  # the root group has no such file, and "max" is not a number
-                        quota, period = (each / "cpu.max").read_text().split()
+                        quota, period = (control_group / "cpu.max").read_text().split()
                         quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
@@ -394,14 +394,14 @@ def _agree(facts: Sequence[Fact | None]) -> Fact | None:
     Raises:
         UserError: if one differs.
     """
-    known = [fact for fact in facts if fact is not None]
-    for other in known[1:]:
-        if other.value != known[0].value:
+    known_facts = [fact for fact in facts if fact is not None]
+    for other in known_facts[1:]:
+        if other.value != known_facts[0].value:
             raise UserError(
-                f"{known[0]} but {other}, and they must agree; unset the variables that the launcher of the ranks did "
-                "not set, or set them for each rank"
+                f"{known_facts[0]} but {other}, and they must agree; unset the variables that the launcher of the "
+                "ranks did not set, or set them for each rank"
             )
-    return known[0] if known else None
+    return known_facts[0] if known_facts else None
 
 
 def _is_loopback(address: str) -> bool:
@@ -423,26 +423,26 @@ def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
 
 def _require_own(world: LaunchEnvironment, server: socket.socket) -> None:
     """Refuse an address at which rank 0 cannot connect to itself, since the others could not connect either."""
-    token, why = secrets.token_bytes(16), "something else answers there"
+    token, reason = secrets.token_bytes(16), "something else answers there"
     deadline = time.monotonic() + CONNECT_SECONDS
     try:
         with socket.create_connection((world.address, world.port), timeout=CONNECT_SECONDS) as client:
             client.sendall(token)
             client.shutdown(socket.SHUT_WR)
-            while (left := deadline - time.monotonic()) > 0:
-                server.settimeout(left)
+            while (remaining := deadline - time.monotonic()) > 0:
+                server.settimeout(remaining)
                 accepted = server.accept()[0]  # other ranks may already test whether rank 0 listens
                 with accepted:
-                    accepted.settimeout(left)
+                    accepted.settimeout(remaining)
                     if accepted.recv(len(token)) == token:
                         return
     except TimeoutError:
         pass
     except OSError as error:
-        why = error.strerror or str(error)
+        reason = error.strerror or str(error)
     raise UserError(
-        f"rank 0 runs on {socket.gethostname()} and cannot connect to itself at {world.where}, where the others look "
-        f"for it ({why}); set MASTER_ADDR to the host of rank 0"
+        f"rank 0 runs on {socket.gethostname()} and cannot connect to itself at {world.endpoint}, where the "
+        f"others look for it ({reason}); set MASTER_ADDR to the host of rank 0"
     )
 
 
@@ -455,7 +455,7 @@ def _position(cpu: int) -> tuple[int, int, int]:
     return package, core, cpu
 
 
-def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
+def _threads_beside(mine: CpuShare, host_shares: Sequence[CpuShare]) -> int:
     """Return the number of threads for one rank: its share of the CPUs that it may run on, and of the quota."""
-    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
-    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))
+    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in host_shares)
+    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(host_shares))))

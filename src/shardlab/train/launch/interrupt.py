@@ -56,13 +56,13 @@ def catch_signals() -> Generator[socket.socket]:
             return
         writer.setblocking(False)
         caught = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, _nothing) or signal.SIG_DFL for number in caught}
+        old_handlers = {number: signal.signal(number, _ignore_signal) or signal.SIG_DFL for number in caught}
         woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
             yield reader
         finally:
             signal.set_wakeup_fd(woken)
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
 
@@ -70,23 +70,23 @@ class StopRequest:
     """Context manager that receives requests to stop this rank after the current step.
 
     Attributes:
-        asked: whether there was a request. If the rank still runs some seconds later (`grace_of`), it is killed.
+        is_requested: whether there was a request. If the rank still runs some seconds later (`grace_of`), it is killed.
     """
 
     starter: Connection | None = None
     """Connection on which a rank passes a request on to the process that started it, and so to all other ranks."""
 
-    def __init__(self, saved: Callable[[], str] | None) -> None:
+    def __init__(self, describe_saved: Callable[[], str] | None) -> None:
         """Create the request; signals are caught inside of `with`.
 
         Args:
-            saved: function that returns a sentence about what has been saved so far. None on ranks that print nothing
-                about requests.
+            describe_saved: function that returns a sentence about what has been saved so far. None on ranks that
+                print nothing about requests.
         """
-        self.asked = False
+        self.is_requested = False
         self._grace = 0
-        self._saved = saved
-        self._over = threading.Event()
+        self._describe_saved = describe_saved
+        self._end_event = threading.Event()
         self._catching = catch_signals()
 
     @property
@@ -103,8 +103,8 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
-        if self.asked:
+        self._end_event.set()
+        if self.is_requested:
             signal.alarm(0)
             if orphaned():
                 self._say("the process that started the ranks has gone")
@@ -120,12 +120,12 @@ class StopRequest:
         """
         if grace <= self._grace:
             return
-        self.asked, self._grace = True, grace
+        self.is_requested, self._grace = True, grace
         signal.alarm(grace)  # the kernel ends this process, even in a collective that never returns
         if StopRequest.starter is not None:
             with suppress(BrokenPipeError):
                 StopRequest.starter.send_bytes(str(grace).encode())
-        if self._saved:
+        if self._describe_saved:
             say(f"shardlab: ending after this step, in at most {grace} s")
 
     def _listen(self, signals: socket.socket) -> None:
@@ -136,13 +136,13 @@ class StopRequest:
             self.ask(grace_of(number[0]))
         # If the process that started this one still runs, it reports a step that does not end.
         alone = multiprocessing.parent_process() is None or orphaned()
-        if not self._over.wait(self._grace - 0.5) and alone:
+        if not self._end_event.wait(self._grace - 0.5) and alone:
             self._say(f"the step did not end within {self._grace} s")
             signal.raise_signal(signal.SIGALRM)  # at once, so that the message stays true
 
-    def _say(self, why: str) -> None:
-        if self._saved:
-            say(f"shardlab: interrupted: {why}; {self._saved()}")
+    def _say(self, reason: str) -> None:
+        if self._describe_saved:
+            say(f"shardlab: interrupted: {reason}; {self._describe_saved()}")
 
 
 ESCAPE = "\x1b"
@@ -216,7 +216,7 @@ class Heartbeat:
         self.until = until
         self._silence = SILENCE if silence is None else silence
         self._changed = threading.Condition()
-        self._ended = False
+        self._has_ended = False
         self._printed = time.monotonic()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self.doing = doing
@@ -226,8 +226,8 @@ class Heartbeat:
         return self._doing
 
     @doing.setter
-    def doing(self, what: str) -> None:
-        self._doing, self._since = what, time.monotonic()
+    def doing(self, activity: str) -> None:
+        self._doing, self._since = activity, time.monotonic()
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -245,13 +245,13 @@ class Heartbeat:
     def __exit__(self, *_: object) -> None:
         Heartbeat.active = None
         with self._changed:
-            self._ended = True
+            self._has_ended = True
             self._changed.notify()
         self._thread.join()
 
     def _beat(self) -> None:
         with self._changed:
-            while not self._ended:
+            while not self._has_ended:
                 if time.monotonic() - self._printed >= self._silence:
                     if self.until():
                         return
@@ -274,14 +274,14 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def stop_signals(signals: socket.socket, most: int) -> list[int] | None:
-    """Read up to `most` signals, and return those that ask to stop (None: the socket is closed).
+def stop_signals(signals: socket.socket, limit: int) -> list[int] | None:
+    """Read up to `limit` signals, and return those that ask to stop (None: the socket is closed).
 
     Python writes every signal that it handles into the socket, such as those of timers that other code has set.
     """
-    numbers = signals.recv(most)
+    numbers = signals.recv(limit)
     return [number for number in numbers if number in STOP_SIGNALS] if numbers else None
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Ignore the signal in Python: its number is already in the socket."""

@@ -76,8 +76,8 @@ class SubmittedJob:
         for option, value in names.items():
             several = r"(,[\w.@+-]+)*" if option == self.queue_option else ""
             if value is not None and not re.fullmatch(rf"[\w.@+-]+{several}", value):
-                between = ", and commas between several" if several else ""
-                raise UserError(f"{option} {value!r}: give letters, digits and . _ - + @ alone{between}")
+                comma_text = ", and commas between several" if several else ""
+                raise UserError(f"{option} {value!r}: give letters, digits and . _ - + @ alone{comma_text}")
         if self.seconds <= WARNING:
             raise UserError(f"--time is {self.seconds} s; give more than {WARNING} s, since a warning comes that early")
 
@@ -91,7 +91,7 @@ class SubmittedJob:
         return f"{self.seconds // 3600}:{self.seconds // 60 % 60:02}:{self.seconds % 60:02}"
 
     @property
-    def before(self) -> list[str]:
+    def record_lines(self) -> list[str]:
         """Shell lines that keep a copy of the run's record.
 
         A job that fails early leaves the record of an earlier job in place. The conditions below notice this.
@@ -129,11 +129,11 @@ def submit(script: str, scheduler: Scheduler) -> str:
             f"there is no {program} here, so this host knows no {scheduler.upper()}; submit where there is one, or "
             "print the script with --dry-run"
         )
-    done = subprocess.run([program], input=script, capture_output=True, text=True, check=False)
-    if done.returncode:
-        answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+    process = subprocess.run([program], input=script, capture_output=True, text=True, check=False)
+    if process.returncode:
+        answer = (process.stderr or process.stdout).strip() or f"exit code {process.returncode}"
         raise UserError(f"{program} has refused the job: {answer}")
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _slurm(job: SubmittedJob) -> str:
             "#SBATCH --requeue",
             "",
             _port("SLURM_JOB_ID"),
-            *job.before,
+            *job.record_lines,
             f"srun --kill-on-bad-exit=1 {cpus}{shlex.join(job.command)}",
             "status=$?",
             f'failures="{job.name}-$SLURM_JOB_ID.failures"',
@@ -209,11 +209,11 @@ def _slurm(job: SubmittedJob) -> str:
 def _pbs(job: SubmittedJob) -> str:
     if job.queue is not None and "," in job.queue:
         raise UserError(f"{job.queue_option} {job.queue!r}: a job of PBS has one queue; give one")
-    each = f"ncpus={job.ranks_per_node * (job.cpus_per_rank or 1)}:mpiprocs={job.ranks_per_node}"
+    node_resources = f"ncpus={job.ranks_per_node * (job.cpus_per_rank or 1)}:mpiprocs={job.ranks_per_node}"
     gpus = "" if job.gpus_per_node is None else f":ngpus={job.gpus_per_node}"
     options = {
         "-N": job.name,
-        "-l select": f"{job.nodes}:{each}{gpus}",
+        "-l select": f"{job.nodes}:{node_resources}{gpus}",
         "-l walltime": job.time,
         "-q": job.queue,
         "-A": job.account,
@@ -231,7 +231,7 @@ def _pbs(job: SubmittedJob) -> str:
             'cd "$PBS_O_WORKDIR" || exit 1',
             _port("PBS_JOBID"),
             'export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")"',
-            *job.before,
+            *job.record_lines,
             f"for attempt in {' '.join(map(str, range(RESTARTS + 1)))}; do",
             f"    # PBS sends no warning. {WARNING} s before the end, timeout signals the ranks to save; it gives 124.",
             f"    timeout --signal=USR1 $(({limit} - SECONDS)) {started}",

@@ -146,7 +146,7 @@ def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
         counts = expand_counts(text, name)
         if sum(counts) != world.value:
             raise UserError(f"{world}, but {name} is {text}, which is {sum(counts)}; {_ONE_STEP}")
-        hosts = _same(hosts, Fact(name, len(counts)), f"{name} is {text}")
+        hosts = _require_same(hosts, Fact(name, len(counts)), f"{name} is {text}")
         if node is not None and node.value >= len(counts):
             raise UserError(f"{node}, but {name} is {text}, of {counted(len(counts), 'host')}; {_ONE_STEP}")
         if node is not None or len(set(counts)) == 1:
@@ -185,10 +185,10 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
     for words in re.findall(_HOST, text):
         ends = [""]
         for part in re.findall(rf"{_NUMBERS}|[^\[]+", words):
-            each = [part] if part[0] != "[" else list(islice(_numbers(part[1:-1]), MOST_HOSTS + 1))
-            if len(ends) * len(each) > MOST_HOSTS:
+            expansions = [part] if part[0] != "[" else list(islice(_numbers(part[1:-1]), MOST_HOSTS + 1))
+            if len(ends) * len(expansions) > MOST_HOSTS:
                 raise UserError(f"{variable} is {text!r}, which names more than {MOST_HOSTS} hosts; set MASTER_ADDR")
-            ends = ["".join(pair) for pair in product(ends, each)]
+            ends = ["".join(pair) for pair in product(ends, expansions)]
         hosts += ends
     return hosts
 
@@ -242,10 +242,10 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
     return True
 
 
-def _same(known: Fact | None, other: Fact, words: str) -> Fact:
-    if known is not None and known.value != other.value:
-        raise UserError(f"{known}, but {words}, of {counted(other.value, 'host')}; {_ONE_STEP}")
-    return known or other
+def _require_same(fact: Fact | None, other: Fact, words: str) -> Fact:
+    if fact is not None and fact.value != other.value:
+        raise UserError(f"{fact}, but {words}, of {counted(other.value, 'host')}; {_ONE_STEP}")
+    return fact or other
 
 
 def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact | None) -> tuple[str | None, str]:
@@ -264,15 +264,15 @@ def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact |
     names = expand_hosts(text, name)
     if hosts is not None and len(names) != hosts.value:
         return None, f"{name} is {text}, of {counted(len(names), 'host')}, but {hosts.variable} says {hosts.value}"
-    here = environment.get("SLURMD_NODENAME")
-    if here and node is not None and (node.value >= len(names) or names[node.value] != here):
-        return None, f"{name} is {text}, in which SLURM_NODEID {node.value} is not SLURMD_NODENAME {here}"
+    this_node = environment.get("SLURMD_NODENAME")
+    if this_node and node is not None and (node.value >= len(names) or names[node.value] != this_node):
+        return None, f"{name} is {text}, in which SLURM_NODEID {node.value} is not SLURMD_NODENAME {this_node}"
     return names[0], ""
 
 
 def _numbers(ranges: str) -> Iterator[str]:
     """Yield the numbers of ranges, each as wide as the first number of its range: 08, 09 and 10 for 08-10."""
-    for each in ranges.split(","):
-        first, _, last = each.partition("-")
+    for span in ranges.split(","):
+        first, _, last = span.partition("-")
         for value in range(int(first), int(last or first) + 1):
             yield f"{value:0{len(first)}}"

@@ -62,14 +62,14 @@ class _Report:
     Attributes:
         result: result of its function.
         time: time of its failure, in nanoseconds of a monotonic clock; 0 if it did not fail.
-        lost: whether it failed because another rank had ended.
+        lost_peer: whether it failed because another rank had ended.
         sentence: message of a `UserError`; empty for other errors.
         trace: the traceback.
     """
 
     result: Any = None
     time: int = 0
-    lost: bool = False
+    lost_peer: bool = False
     sentence: str = ""
     trace: str = ""
 
@@ -124,7 +124,7 @@ def run_processes(
                     ranks.ask(int(hear.recv_bytes()))
                 if signals in ready:
                     for number in stop_signals(signals, 64) or ():
-                        ranks.ask(grace_of(number), again=number in KILL_SIGNALS)
+                        ranks.ask(grace_of(number), kill_on_repeat=number in KILL_SIGNALS)
         finally:
             ranks.kill()
         return ranks.outcome()
@@ -143,9 +143,9 @@ class RankProcesses:
         self._processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, _Report] = {}
-        self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
+        self._codes: dict[int, int] = {}  # exit codes, in the order in which they ended
         self._killed: set[int] = set()  # ranks that did not end by themselves
-        self._asked = self._end = float("inf")  # times of the request to end, and of the kill of the remaining ranks
+        self._request_time = self._end = float("inf")  # times of the request to end, and of the kill of the rest
         self._grace = GRACE
         self._late = ""
 
@@ -154,7 +154,7 @@ class RankProcesses:
         self._pipes[answers] = len(self._processes) - 1
 
     def alive(self) -> bool:
-        return len(self._ended) < len(self._processes)
+        return len(self._codes) < len(self._processes)
 
     def wait(self, others: Sequence[Any]) -> list[Any]:
         """Wait for the next event, and record reports and ends of ranks.
@@ -162,14 +162,14 @@ class RankProcesses:
         Returns:
             The connections that are ready, those in `others` included.
         """
-        left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
-        watch = self._watch if left is None else None
-        ready: list[Any] = wait([*others, *self._pipes], left if watch is None else watch.interval)
+        remaining = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
+        watch = self._watch if remaining is None else None
+        ready: list[Any] = wait([*others, *self._pipes], remaining if watch is None else watch.interval)
         if watch is not None and watch.look():
             self._hang = watch.report_hang()
             self.kill()
         elif not ready and watch is None:
-            late = [rank for rank in range(len(self._processes)) if rank not in self._ended]
+            late = [rank for rank in range(len(self._processes)) if rank not in self._codes]
             self._late = _late(late, self._grace)
             self.kill()
         for pipe in [pipe for pipe in self._pipes if pipe in ready]:
@@ -182,35 +182,35 @@ class RankProcesses:
                 pipe.close()
         return ready
 
-    def ask(self, grace: int, *, again: bool = False) -> None:
+    def ask(self, grace: int, *, kill_on_repeat: bool = False) -> None:
         """Ask all ranks to end within `grace` seconds.
 
-        A later request with a longer `grace` extends the time. Any other later request kills the ranks if `again` is
-        set.
+        A later request with a longer `grace` extends the time. Any other later request kills the ranks if
+        `kill_on_repeat` is set.
         """
         now = time.monotonic()
-        if self._asked == float("inf"):
-            self._asked, self._grace, self._end = now, grace, min(self._end, now + grace + 1)
+        if self._request_time == float("inf"):
+            self._request_time, self._grace, self._end = now, grace, min(self._end, now + grace + 1)
             number = signal.SIGTERM if grace == GRACE else signal.SIGUSR1
             for pid in (process.pid for process in self._processes if process.exitcode is None):
                 assert pid is not None, "it was started"
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-        elif grace > self._grace and self._end == self._asked + self._grace + 1:
-            self._grace, self._end = grace, self._asked + grace + 1
-        elif again and now - self._asked > REPEAT_SECONDS:
+        elif grace > self._grace and self._end == self._request_time + self._grace + 1:
+            self._grace, self._end = grace, self._request_time + grace + 1
+        elif kill_on_repeat and now - self._request_time > REPEAT_SECONDS:
             self._late = "at once, since it was asked twice"
             self.kill()
 
     def kill(self) -> None:
         """Kill the ranks that have not ended."""
-        left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
-        self._killed.update(left)
-        for rank in left:
+        remaining_ranks = [rank for rank in range(len(self._processes)) if rank not in self._codes]
+        self._killed.update(remaining_ranks)
+        for rank in remaining_ranks:
             self._processes[rank].kill()
-        for rank in left:
+        for rank in remaining_ranks:
             self._processes[rank].join()
-            self._ended[rank] = 0
+            self._codes[rank] = 0
         for pipe in self._pipes:
             pipe.close()
         self._pipes.clear()
@@ -221,26 +221,26 @@ class RankProcesses:
             report, verdict = self._hang
             raise RankFailed(verdict, report)
         failed = {rank: answer for rank, answer in self._answers.items() if answer.time}
-        causes = {rank: answer for rank, answer in failed.items() if not answer.lost}
+        causes = {rank: answer for rank, answer in failed.items() if not answer.lost_peer}
         if causes:
             rank = min(causes, key=lambda rank: causes[rank].time)
             if causes[rank].sentence:
                 raise UserError(causes[rank].sentence)
             raise self._failure(f"rank {rank} failed, and the run ended with it.\n\n{causes[rank].trace}")
-        requested = self._asked < float("inf")
-        unexplained = self._ended.keys() - self._answers.keys() - (self._killed if failed else set())
-        silent = [rank for rank in self._ended if rank in unexplained]
+        requested = self._request_time < float("inf")
+        unexplained = self._codes.keys() - self._answers.keys() - (self._killed if failed else set())
+        silent = [rank for rank in self._codes if rank in unexplained]
         if 0 in self._answers and 0 not in failed and (requested or (not silent and not failed)):
             return self._answers[0].result
         if requested:
-            late = [rank for rank, code in self._ended.items() if code == -signal.SIGALRM]
+            late = [rank for rank, code in self._codes.items() if code == -signal.SIGALRM]
             raise KeyboardInterrupt(self._late or (_late(late, self._grace) if late else ""))
         for rank in silent:
-            if -self._ended[rank] in STOP_SIGNALS:
-                raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
+            if -self._codes[rank] in STOP_SIGNALS:
+                raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._codes[rank]).name}")
         if silent:  # later errors of other ranks are only consequences
-            code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
-            same_code = [rank for rank in silent if self._ended[rank] == code]
+            code = next((self._codes[rank] for rank in silent if self._codes[rank] < 0), self._codes[silent[0]])
+            same_code = [rank for rank in silent if self._codes[rank] == code]
             raise self._failure(describe_end(same_code, how_ended(code)))
         rank = min(failed, key=lambda rank: failed[rank].time)
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
@@ -252,8 +252,8 @@ class RankProcesses:
         """
         process = self._processes[rank]
         process.join(REPORT_SECONDS)  # the exit code comes from the server that forked it, if the server still runs
-        self._ended[rank] = process.exitcode or 0
-        if self._ended[rank] or rank not in self._answers:
+        self._codes[rank] = process.exitcode or 0
+        if self._codes[rank] or rank not in self._answers:
             self._look_at_others()
             self._end = min(self._end, time.monotonic() + REPORT_SECONDS)
 
@@ -266,9 +266,9 @@ class RankProcesses:
         """Return the error for a failure, with a report on all ranks."""
         if self._watch is None:
             return RankFailed(verdict)
-        fates = {rank: how_ended(code) for rank, code in self._ended.items() if rank not in self._answers and code}
+        fates = {rank: how_ended(code) for rank, code in self._codes.items() if rank not in self._answers and code}
         for rank, answer in self._answers.items():
-            fates[rank] = "lost its connection" if answer.lost else "failed" if answer.time else "has ended"
+            fates[rank] = "lost its connection" if answer.lost_peer else "failed" if answer.time else "has ended"
         return RankFailed(verdict, self._watch.report(fates))
 
 
@@ -286,7 +286,7 @@ def _without_main(*objects: object) -> Generator[None]:
     Otherwise, a script that trains without `if __name__ == "__main__":` would start a training in every rank.
     """
     main = sys.modules["__main__"]
-    if any(getattr(each, "__module__", "") == "__main__" for each in objects):
+    if any(getattr(item, "__module__", "") == "__main__" for item in objects):
         yield
         return
     sys.modules["__main__"] = ModuleType("__main__")
@@ -298,13 +298,13 @@ def _without_main(*objects: object) -> Generator[None]:
 
 def _start_forkserver() -> None:
     """Start the server that forks the ranks. Signals do not end it, so that it reports exit codes."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the resource tracker has unblocked some
         forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _run_rank(
@@ -338,9 +338,11 @@ def _run_rank(
             progress.ended = True
     except Exception as error:
         sentence = str(error) if isinstance(error, UserError) else ""
-        answer = _Report(time=time.monotonic_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
+        answer = _Report(
+            time=time.monotonic_ns(), lost_peer=is_lost(error), sentence=sentence, trace=traceback.format_exc()
+        )
         if progress is not None:
-            progress.fail(answer.time, answer.lost, stack_text(traceback.extract_tb(error.__traceback__)))
+            progress.fail(answer.time, answer.lost_peer, stack_text(traceback.extract_tb(error.__traceback__)))
     try:
         answers.send(answer)
     except BrokenPipeError:  # the process that started this one has ended

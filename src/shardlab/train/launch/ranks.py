@@ -205,12 +205,12 @@ def require_own_devices(identities: Sequence[str]) -> None:
     Raises:
         UserError: if there are such ranks. The message names them.
     """
-    seen: dict[str, int] = {}
+    rank_of_device: dict[str, int] = {}
     kinds: dict[str, tuple[int, str]] = {}
     for rank, identity in enumerate(identities):
         kind, host, gpu = json.loads(identity)
         kinds.setdefault(kind, (rank, host))
-        if gpu and (first := seen.setdefault(identity, rank)) != rank:
+        if gpu and (first := rank_of_device.setdefault(identity, rank)) != rank:
             raise UserError(
                 f"ranks {first} and {rank} compute on the same GPU of {host}; show each rank a different GPU by "
                 "CUDA_VISIBLE_DEVICES (srun --gpus-per-task=1), or show all GPUs to all ranks"
@@ -373,13 +373,13 @@ def _launched_device(environment: LaunchEnvironment) -> torch.device:
     """
     gpus, local_rank = gpu_count(), environment.local_rank
     ranks = environment.local_world or local_rank + 1
-    shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
-    if gpus == 1 and shown:
+    setting = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
+    if gpus == 1 and setting:
         return device_of(0, 1)  # the rendezvous checks that no other rank has the same GPU
     if 0 < gpus < ranks:
         raise UserError(
             f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
-            f"({shown or 'CUDA_VISIBLE_DEVICES is not set'}); start one rank for each GPU, or show each rank one of "
+            f"({setting or 'CUDA_VISIBLE_DEVICES is not set'}); start one rank for each GPU, or show each rank one of "
             "its own (srun --gpus-per-task=1), or hide them all by CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
     return device_of(local_rank, ranks)
@@ -412,8 +412,8 @@ def _run_started(
     import torch.distributed as dist
 
     device = device_of(rank, world)
-    here = LaunchEnvironment(rank, world, rank, LOOPBACK, 0, world)
-    _rendezvous(here, device, dist.FileStore(store), joining, joining.timeout)
+    environment = LaunchEnvironment(rank, world, rank, LOOPBACK, 0, world)
+    _rendezvous(environment, device, dist.FileStore(store), joining, joining.timeout)
     return _call(rank, device, function, *arguments)
 
 
@@ -506,11 +506,11 @@ def _remove_stale(temporary: Path) -> None:
                 shutil.rmtree(lock.parent, ignore_errors=True)
 
 
-def _change_policy(before: str, after: str) -> bool:
-    """Replace the policy `before` of sched(7) by `after`, and return whether this thread had it."""
+def _change_policy(old_policy: str, new_policy: str) -> bool:
+    """Replace the policy `old_policy` of sched(7) by `new_policy`, and return whether this thread had it."""
     if sys.platform == "linux":
         with suppress(OSError):  # a sandbox may not allow it
-            if os.sched_getscheduler(0) == getattr(os, before):
-                os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
+            if os.sched_getscheduler(0) == getattr(os, old_policy):
+                os.sched_setscheduler(0, getattr(os, new_policy), os.sched_param(0))
                 return True
     return False

@@ -48,8 +48,8 @@ def become(environment: LaunchEnvironment, command: Sequence[str], *, bound: boo
     """
     if bound:
         bind(environment)
-    here = 1 if bound else environment.local_world or 1
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(usable_cpus()) // here))
+    host_ranks = 1 if bound else environment.local_world or 1
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(usable_cpus()) // host_ranks))
     variables = {**os.environ, **environment.variables(), "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     try:
         os.execvpe(command[0], list(command), variables)

@@ -112,13 +112,13 @@ def paired_cases() -> Iterator[Case]:
             plan = sharding
             if row != NO_PIPELINE:
                 plan = replace(plan, mesh=replace(plan.mesh, pp=2), schedule=row)
-            for each in (2, 3, 4):
-                uneven = each == 3
-                recompute = "full" if each == 4 else sharding.recompute
+            for microbatches_per_rank in (2, 3, 4):
+                uneven = microbatches_per_rank == 3
+                recompute = "full" if microbatches_per_rank == 4 else sharding.recompute
                 plan = replace(plan, reshard_after="stage" if uneven else "layer", recompute=recompute)
                 layers = max(plan.natural_layers(), 2) + uneven
                 dropout, wide = (0.1, WIDE) if uneven else (0.0, None)
-                ranks, microbatches = plan.mesh.world, each * plan.data_ranks
+                ranks, microbatches = plan.mesh.world, microbatches_per_rank * plan.data_ranks
                 yield Case(row, column, plan, ranks, layers, microbatches, dropout, ffn_hidden_size=wide)
 
 

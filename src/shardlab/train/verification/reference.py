@@ -81,8 +81,8 @@ def train_reference(
     layouts = [model.layout(layer) for layer in range(model.layers)]
 
     def first_weights(dtype: str) -> list[Tensor]:
-        each = (initial_weights(model, layer, seed, torch_dtype(dtype)) for layer in range(model.layers))
-        return [flat.to(device) for flat in each]
+        layer_weights = (initial_weights(model, layer, seed, torch_dtype(dtype)) for layer in range(model.layers))
+        return [flat.to(device) for flat in layer_weights]
 
     flats = first_weights(precision.parameters)
     exact = first_weights(precision.state) if precision.copy else flats
@@ -119,7 +119,7 @@ def train_reference(
             total.zero_()
         mean = torch.zeros((), dtype=torch.float64)
         for microbatch in range(count):
-            x, targets = (each.to(device) for each in batches.microbatch(step, microbatch))
+            x, targets = (token_ids.to(device) for token_ids in batches.microbatch(step, microbatch))
             layers = zip(make_layers(model), add_borrowed(model, parameters), strict=True)
             for number, (layer, weights) in enumerate(layers):
                 dropout = Dropout(model.dropout, seed, step, number, (microbatch,))
@@ -158,9 +158,9 @@ def _matrices(tensor: Tensor, parameter: Parameter) -> list[Tensor]:
 
     There is one for each expert and each section of the rows, such as queries and keys (Jordan 2024).
     """
-    each: Sequence[Tensor] = tensor.view(-1, *parameter.shape[-2:]).unbind()
+    matrices: Sequence[Tensor] = tensor.view(-1, *parameter.shape[-2:]).unbind()
     lengths = list(parameter.sections) or [parameter.shape[-2]]
-    return [part for matrix in each for part in torch.split(matrix, lengths)]
+    return [part for matrix in matrices for part in torch.split(matrix, lengths)]
 
 
 def _add_gradients(sums: list[Tensor], parameters: list[Tensor]) -> None:

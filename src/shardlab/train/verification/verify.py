@@ -112,8 +112,8 @@ def verify_rank(
         nearly equal, the rounding of other kernels would choose another expert, which is no fault of the strategy.
         """
         arguments = job.model, batches, [job.microbatches] * steps, job.seed, numbers, settings.optimizer
-        where = CPU if numbers is FP64 else device
-        results = [train_reference(*arguments, _trained_mask(job, checked), where) if rank == 0 else None]
+        reference_device = CPU if numbers is FP64 else device
+        results = [train_reference(*arguments, _trained_mask(job, checked), reference_device) if rank == 0 else None]
         dist.broadcast_object_list(results, device=device)
         assert results[0] is not None
         return results[0]
@@ -142,7 +142,7 @@ def verify_rank(
         if other is not None:
             slices = [
                 {key: _slice(state, whole, *key) for key in mine}
-                for mine, whole in zip(slices, (_as_cut(model, each) for each in other.all), strict=True)
+                for mine, whole in zip(slices, (_as_cut(model, tensors) for tensors in other.all), strict=True)
             ]
         worst = _worst_element if expected is reference else _worst_vector
         tensor_errors = [worst(state, a, _as_cut(model, b)) for a, b in zip(slices, expected.all, strict=True)]
@@ -178,8 +178,8 @@ class CaseResult:
         return self.error <= TOLERANCE
 
     def __str__(self) -> str:
-        found = self.refused or f"{self.error:.1e}" + ("" if self.ok else f", more than {TOLERANCE:.0e}")
-        return f"{self.case}: {found}"
+        outcome = self.refused or f"{self.error:.1e}" + ("" if self.ok else f", more than {TOLERANCE:.0e}")
+        return f"{self.case}: {outcome}"
 
 
 def verify_all(cases: Sequence[Case], steps: int, results: list[CaseResult]) -> None:
@@ -194,11 +194,11 @@ def verify_all(cases: Sequence[Case], steps: int, results: list[CaseResult]) -> 
         KeyboardInterrupt: if this process or a rank was asked to end.
     """
     for ranks in sorted({case.ranks for case in cases}):
-        here = [case for case in cases if case.ranks == ranks]
-        received, sent = Pipe(duplex=False)
-        with CaseProgress(here) as progress, received:
+        group = [case for case in cases if case.ranks == ranks]
+        receiver, sender = Pipe(duplex=False)
+        with CaseProgress(group) as progress, receiver:
 
-            def collect(results_of_ranks: Connection = received, progress: CaseProgress = progress) -> None:
+            def collect(results_of_ranks: Connection = receiver, progress: CaseProgress = progress) -> None:
                 with suppress(EOFError, OSError):  # a rank may be killed while it sends
                     while True:
                         results.append(results_of_ranks.recv())
@@ -207,8 +207,8 @@ def verify_all(cases: Sequence[Case], steps: int, results: list[CaseResult]) -> 
             collector = Thread(target=collect)
             collector.start()
             try:
-                with sent:
-                    run_ranks(ranks, verify_cases, here, steps, sent.send)
+                with sender:
+                    run_ranks(ranks, verify_cases, group, steps, sender.send)
             finally:
                 collector.join()
 
