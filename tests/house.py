@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 400,
+    "": 405,
     "check": 2285,
     "cli": 8385,
     "common": 1065,

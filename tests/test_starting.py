@@ -56,15 +56,20 @@ def test_an_interrupt_while_a_dataclass_is_defined_keeps_the_status_of_the_comma
 INTERRUPTED_AT_THE_END = """
 import atexit, runpy, signal, sys
 sys.argv = ["shardlab", "strategies"]
-import shardlab
-atexit.register(signal.raise_signal, signal.SIGINT)
+interrupt = lambda: atexit.register(signal.raise_signal, signal.SIGINT)
+{first}
+{second}
 runpy.run_module("shardlab", run_name="__main__", alter_sys=True)
 """
 """Module that is interrupted while Python ends the process, after the command."""
 
 
-def test_ctrl_c_after_the_end_of_the_command_keeps_its_status_and_prints_nothing(tmp_path: Path) -> None:
-    (tmp_path / "interrupted.py").write_text(INTERRUPTED_AT_THE_END)
+@pytest.mark.parametrize("order", [("import shardlab", "interrupt()"), ("interrupt()", "import shardlab")])
+def test_ctrl_c_after_the_end_of_the_command_keeps_its_status_and_prints_nothing(
+    order: tuple[str, str], tmp_path: Path
+) -> None:
+    """What is registered first is called last at exit, when Python is about to free memory."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED_AT_THE_END.format(first=order[0], second=order[1]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src")))}
     with started([sys.executable, "-m", "interrupted"], env=environment) as process:
         said, errors = process.communicate()

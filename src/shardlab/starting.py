@@ -1,12 +1,15 @@
 """Ctrl-C and messages while the command is being loaded, and after its end.
 
 Loading takes half a second, or many seconds on a busy machine. Ctrl-C prints one line and ends the process. In a
-terminal, a line says after one second that the command is being loaded. It is erased when the command starts. Python
-takes up to two seconds to end a process that has imported torch. Ctrl-C then ends it at once.
+terminal, a line says after one second that the command is being loaded. It is erased when the command starts.
+
+Python takes up to two seconds to end a process that has imported torch. Ctrl-C ends it at once, and is ignored while
+Python frees memory.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -44,6 +47,8 @@ def is_command() -> bool:
 
 
 _runs_command = is_command()  # while shardlab is imported, since `python -m` changes sys.argv[0] after that
+if _runs_command:  # the last function at exit; after it, Python would restore SIGINT's default, another status
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def leave_when_interrupted() -> None:
