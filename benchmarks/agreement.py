@@ -156,7 +156,11 @@ def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
     rank = max(range(job.ranks), key=lambda rank: sum(measured.live[rank].values()))
     held = memory_in_bytes(checked, counters=True)[rank]
     told = dict(
-        zip((each.value for each in CATEGORIES), held.at_starts[held.before.index(max(held.before))], strict=True)
+        zip(
+            (each.value for each in CATEGORIES),
+            held.at_starts[held.before_ops.index(max(held.before_ops))],
+            strict=True,
+        )
     )
     ops: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for row in compared.kinds:
@@ -230,7 +234,9 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
         folder = Path(place)
         here, other = this_machine(), options.other_machine
-        profile = Profile.read(options.profile, here=here, other_machine=other) if options.profile else bench(folder)
+        profile = (
+            Profile.read(options.profile, this_machine=here, other_machine=other) if options.profile else bench(folder)
+        )
         for number, (strategy, ranks, microbatches, model, sequences) in enumerate(CASES):
             name = "tp + sp" if isinstance(strategy, Plan) else ""
             job = Job(strategy, ranks, microbatches, model, sequences, name=name)

@@ -295,7 +295,7 @@ def main(options: Options) -> int:
 
 def read_profile(file: Path, other_machine: bool) -> Profile:
     """Read the profile that the options name; it must be of this machine unless another one's is allowed."""
-    return Profile.read(file, here=this_machine(), other_machine=other_machine)
+    return Profile.read(file, this_machine=this_machine(), other_machine=other_machine)
 
 
 if __name__ == "__main__":

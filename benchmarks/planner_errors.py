@@ -33,7 +33,7 @@ def main() -> None:
             recipe = find_recipe(row.recipe)
             names, axes = (recipe.name, *recipe.bases), frozenset(row.axes)
             kind = Kind(names, frozenset(row.switches), row.device, row.mixture, axes, row.seq_len)
-            found = confidence(kind, figure, without=row.publisher)
+            found = confidence(kind, figure, left_out_publisher=row.publisher)
             actual += [abs(error) for error in row.errors(figure)]
             stated += [found.error] * len(row.errors(figure))
         print(f"| {figure} | {len(actual)} | {mean(actual):.1%} | {mean(stated):.1%} |")

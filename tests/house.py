@@ -27,7 +27,7 @@ CODE_LINES = {
     "measure": 2150,
     "models": 4540,
     "planner": 4100,
-    "simulate": 7420,
+    "simulate": 7565,
     "strategies": 2760,
     "train": 8990,
 }

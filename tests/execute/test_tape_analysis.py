@@ -143,7 +143,7 @@ def tracked(rank: int, job: Job) -> tuple[list[int], list[int]]:
     record = MemoryRecord()
     step_with_memory(executor, record)
     assert record.live[len(executor.state.tape) - 1]["arena"] == executor.state.arena.whole.nbytes
-    return memory_in_bytes(program)[rank].before, [sum(live.values()) for _, live in sorted(record.live.items())]
+    return memory_in_bytes(program)[rank].before_ops, [sum(live.values()) for _, live in sorted(record.live.items())]
 
 
 @pytest.mark.parametrize("name", ["zero-3", "1f1b"])

@@ -22,7 +22,7 @@ def line(kind: str, alpha: float, beta: float, ranks: int = 2) -> list[Collectiv
 
 def test_a_saved_fit_is_read_back_and_prices_collectives(tmp_path: Path) -> None:
     points = [*line("all_reduce", 1e-4, 1e-9), *line("send_recv", 5e-5, 2e-9)]
-    cluster = Cluster.of_profile(Profile.read(save(points, tmp_path / "profile.json"), here=this_machine()))
+    cluster = Cluster.of_profile(Profile.read(save(points, tmp_path / "profile.json"), this_machine=this_machine()))
     assert cluster.collective_seconds("all_reduce", 1e6, [0, 1]) == pytest.approx(1.1e-3)
     assert cluster.message_seconds(1e6, 0, 1) == pytest.approx(2.05e-3)
 

@@ -390,15 +390,15 @@ def test_live_bytes_are_as_predicted(ranks: World, strategy: str | Plan, ranks_:
     for tape, predicted, live in zip(checked.program.tapes, memory_in_bytes(checked), measured, strict=True):
         begins = next(at for at, op in enumerate(tape) if not op.kind.name.startswith("LOAD"))
         ends = next(at for at, op in enumerate(tape) if op.kind is OpKind.UPDATE)
-        batch = live[begins] - predicted.before[begins]
+        batch = live[begins] - predicted.before_ops[begins]
         assert 0 <= batch < 20_000
-        most = max(predicted.before)
+        most = max(predicted.before_ops)
         assert max(live.values()) - batch == pytest.approx(most, rel=0.01)
         for at in range(begins, ends):
             if tape[at].kind not in (OpKind.FREE, OpKind.WAIT):
-                assert live[at] - batch <= predicted.before[at] + 0.005 * most, (at, str(tape[at]))
+                assert live[at] - batch <= predicted.before_ops[at] + 0.005 * most, (at, str(tape[at]))
                 if strategy is SP:  # whose residual streams are what layers keep of the norms
-                    assert predicted.before[at] <= live[at] - batch + 0.001 * most, (at, str(tape[at]))
+                    assert predicted.before_ops[at] <= live[at] - batch + 0.001 * most, (at, str(tape[at]))
 
 
 # Packed documents: the loss is the mean over the targets that count, on any number of ranks.

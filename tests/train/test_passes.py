@@ -54,7 +54,7 @@ MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
 
 def forced(checked: Checked, names: str) -> Checked:
     """Return the program after passes, whether or not it is faster."""
-    return run_passes(checked, [replace(each, chosen=True) for each in find_passes(names)])[-1].checked
+    return run_passes(checked, [replace(each, is_forced=True) for each in find_passes(names)])[-1].checked
 
 
 def trained(rank: int, job: Job) -> tuple[Verdict, list[torch.Tensor]]:
@@ -126,8 +126,8 @@ def test_the_forward_half_of_what_passes_make_computes_every_loss(case: Case) ->
     """Evaluation runs the forward half of the trained program, on every backend of the whole one."""
     checked = case.job().checked()
     for each in PASSES.values():
-        for number in {*each.tried[:1], *each.tried[-1:]}:
-            (_, made) = run_passes(checked, [replace(each, tried=(number,), chosen=True)])
+        for number in {*each.settings[:1], *each.settings[-1:]}:
+            (_, made) = run_passes(checked, [replace(each, settings=(number,), is_forced=True)])
             half = check_forward(forward_only(made.checked))
             assert set(made.checked.backends()) <= set(half.backends())
 
@@ -264,7 +264,7 @@ def memory(rank: int, job: Job) -> tuple[int, int]:
         record = MemoryRecord()
         step_with_memory(executor, record)
         live.append(max(sum(each.values()) for each in record.live.values()))
-    return max(memory_in_bytes(checked)[rank].before), min(live)
+    return max(memory_in_bytes(checked)[rank].before_ops), min(live)
 
 
 @pytest.mark.parametrize(

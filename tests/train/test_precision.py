@@ -85,7 +85,7 @@ def memory(rank: int, job: Job) -> tuple[int, int, dict[str, int]]:
     record = MemoryRecord()
     executor.step()
     step_with_memory(executor, record)
-    predicted = memory_in_bytes(checked)[rank].before
+    predicted = memory_in_bytes(checked)[rank].before_ops
     at = next(at for at, op in enumerate(executor.state.tape) if op.kind is OpKind.LOSS)
     return predicted[at], sum(record.live[at].values()), record.live[at]
 

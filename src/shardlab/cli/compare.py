@@ -130,7 +130,7 @@ class Compare:
         measured, estimate = run.measured, run.estimate
         predicted = estimate.timeline() if estimate else None
         comparison = compare(
-            measured, predicted, [max(memory.before) for memory in estimate.memory] if estimate else None
+            measured, predicted, [max(memory.before_ops) for memory in estimate.memory] if estimate else None
         )
         self._draw(predicted, measured, run.job)
         shown = {"measured": (measured.timeline, measured.counters)}
@@ -262,7 +262,7 @@ def as_json(
             for row in comparison.ranks
         ],
         "ops": [
-            {"rank": row.rank, "op": row.kind.value, "ops": row.ops, "seen": row.seen, **_pair(row.seconds)}
+            {"rank": row.rank, "op": row.kind.value, "ops": row.ops, "seen": row.measured_ops, **_pair(row.seconds)}
             for row in comparison.kinds
         ],
         "missing": comparison.missing,
@@ -406,8 +406,8 @@ def _op_rows(comparison: Comparison) -> Iterator[Row]:
         whole = [sum(_either(row, side) for row in rows) for side in _SIDES]
         for row in rows:
             shares = [_either(row, side) > NEGLIGIBLE * all_ for side, all_ in zip(_SIDES, whole, strict=True)]
-            if any(shares) or row.seen < row.ops:
-                count = str(row.ops) if row.seen == row.ops else f"{row.seen} of {row.ops}"
+            if any(shares) or row.measured_ops < row.ops:
+                count = str(row.ops) if row.measured_ops == row.ops else f"{row.measured_ops} of {row.ops}"
                 yield (str(rank), row.kind.row.hyphenated, count), row.seconds, 1e3, "ms"
 
 

@@ -30,7 +30,7 @@ class PassesCommand:
         if self.json:
             print_json(
                 [
-                    {"name": each.name, "number": each.means, "tried": each.tried, "does": each.does}
+                    {"name": each.name, "number": each.means, "tried": each.settings, "does": each.does}
                     for each in PASSES.values()
                 ]
             )
@@ -39,7 +39,7 @@ class PassesCommand:
         table = table_of("pass", "its number", "tried", words=3)
         table.add_column("what it does")
         for each in PASSES.values():
-            tried = ", ".join(map(str, each.tried)) if each.means else ""
+            tried = ", ".join(map(str, each.settings)) if each.means else ""
             table.add_row(each.name, "" if each.name == OFFLOAD else each.means, tried, each.does)
         console.print(table, "")
         print_fact(console, "all of them", "shardlab simulate NAME --passes all")

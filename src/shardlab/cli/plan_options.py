@@ -227,7 +227,7 @@ def cluster_called(name: str, *, other_machine: bool) -> Cluster:
         return find_cluster(name)
     from shardlab.measure.profile import this_machine
 
-    return find_cluster(name, here=this_machine(), other_machine=other_machine)
+    return find_cluster(name, this_machine=this_machine(), other_machine=other_machine)
 
 
 def limit_memory(cluster: Cluster, memory: str | None) -> Cluster:

@@ -40,7 +40,7 @@ PROFILE = Profile(
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert Profile.read(PROFILE.write(tmp_path / "new" / "profile.json"), here=MACHINE) == PROFILE
+    assert Profile.read(PROFILE.write(tmp_path / "new" / "profile.json"), this_machine=MACHINE) == PROFILE
 
 
 def test_where_no_product_is_held_up_by_arithmetic_no_peak_is_known() -> None:
@@ -102,7 +102,7 @@ def test_sums_that_go_around_a_ring_have_a_line_of_their_own() -> None:
 def test_it_lies_in_the_cache_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert PROFILE.write() == tmp_path / "shardlab" / "profile.json"
-    cluster = find_cluster("local", here=MACHINE)
+    cluster = find_cluster("local", this_machine=MACHINE)
     assert (cluster.size, cluster.nodes, cluster.device.name) == (2, 1, "a CPU")
 
 
@@ -112,8 +112,8 @@ def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path)
     with pytest.raises(
         UserError, match=r"from another machine: places 2 there, 8 here; --other-machine takes it anyway"
     ):
-        Profile.read(path, here=here)
-    assert Profile.read(path, here=here, other_machine=True) == PROFILE
+        Profile.read(path, this_machine=here)
+    assert Profile.read(path, this_machine=here, other_machine=True) == PROFILE
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 7}', '{"version": 7, "machine": {"x": 1}}', '"text"'])

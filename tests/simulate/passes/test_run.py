@@ -192,7 +192,7 @@ def test_every_name_has_a_pass_in_the_order_in_which_they_are_run() -> None:
     assert find_passes("none") == []
     for name, each in PASSES.items():
         assert each.name == name
-        assert bool(PASS_NAMES[name]) == (len(each.tried) != 1), "a number that means nothing"
+        assert bool(PASS_NAMES[name]) == (len(each.settings) != 1), "a number that means nothing"
 
 
 def test_passes_are_read_in_any_order_and_run_in_one() -> None:
@@ -201,7 +201,7 @@ def test_passes_are_read_in_any_order_and_run_in_one() -> None:
         ("defer", 3),
     ]
     (bucket,) = find_passes("bucket=5")
-    assert (bucket.tried, bucket.chosen) == ((5,), True)
+    assert (bucket.settings, bucket.is_forced) == ((5,), True)
 
 
 READERS: list[Callable[[str], object]] = [

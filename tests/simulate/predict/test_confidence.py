@@ -153,7 +153,7 @@ def test_what_is_stated_without_a_publisher_is_near_the_errors_of_its_first_pred
     for row in first_sight():
         kind = kind_of(row.recipe, row.device, mixture=row.mixture, axes=frozenset(row.axes), seq_len=row.seq_len)
         actual += [abs(error) for error in row.errors(figure)]
-        stated += [confidence(kind, figure, without=row.publisher).error] * len(row.errors(figure))
+        stated += [confidence(kind, figure, left_out_publisher=row.publisher).error] * len(row.errors(figure))
     assert 0.65 < mean(stated) / mean(actual) < 1.5
 
 

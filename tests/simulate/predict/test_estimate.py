@@ -103,7 +103,7 @@ def test_counters_reach_the_peak_and_rise_in_time() -> None:
         assert times == sorted(set(times))
         assert max(times) <= found.step
         assert max(sum(live.values()) for _, live in counter) <= memory.peak
-        assert max(sum(live.values()) for _, live in counter) >= max(memory.before[-10:])
+        assert max(sum(live.values()) for _, live in counter) >= max(memory.before_ops[-10:])
 
 
 def test_where_communication_takes_the_cores_time_nothing_is_hidden() -> None:
@@ -165,8 +165,8 @@ def test_no_more_is_live_than_the_puzzles_count_and_while_an_op_runs_its_result_
     entry = STRATEGIES[name]
     checked = check(trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks), 4))
     for real, counted in zip(memory_in_bytes(checked), live_memory(checked), strict=True):
-        assert real.peak >= max(real.before)
-        assert all(bytes <= 4 * elements for bytes, elements in zip(real.before, counted, strict=True))
+        assert real.peak >= max(real.before_ops)
+        assert all(bytes <= 4 * elements for bytes, elements in zip(real.before_ops, counted, strict=True))
 
 
 def test_a_peak_is_put_down_to_the_op_that_reaches_it() -> None:

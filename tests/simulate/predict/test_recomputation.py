@@ -106,7 +106,7 @@ def test_a_forecast_is_that_of_every_op(mesh: Mesh, model: Blocks, recompute: st
     step = replace(step_of(recompute, mesh, model), recipe=find_recipe("megatron-core"))
     step = replace(step, microbatches=2 * step.microbatches * mesh.pp)
     whole, found = step.estimate(), forecast(step)
-    assert found.seconds == pytest.approx(whole.step + whole.beside, rel=1e-9)
+    assert found.seconds == pytest.approx(whole.step + whole.seconds_outside_ops, rel=1e-9)
     assert isinstance(step.plan, Plan)
     kept = replace(step, plan=replace(step.plan, recompute="none"))
     assert step.peak_bytes() < kept.peak_bytes()

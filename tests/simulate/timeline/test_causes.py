@@ -71,7 +71,7 @@ def test_nothing_simulated_is_unexplained(name: str) -> None:
     activity = activity_of(timeline)
     assert all(cause.reason is not Reason.UNKNOWN for causes in find_causes(activity) for cause in causes)
     for gap in find_gaps(activity):
-        assert gap.awaited is not None or gap.before is None
+        assert gap.awaited is not None or gap.next_compute is None
 
 
 @pytest.mark.parametrize("costs", COSTS)

@@ -111,7 +111,7 @@ def test_a_residual_that_autograd_keeps_counts_once_until_it_is_sent() -> None:
     for tape, specs, less, more in zip(traced.program.tapes, traced.specs, once, twice, strict=True):
         inside, seen = set[int](), set[int]()
         for at, op in enumerate(tape):
-            assert more.before[at] - less.before[at] == each * len(inside), (at, str(op))
+            assert more.before_ops[at] - less.before_ops[at] == each * len(inside), (at, str(op))
             if op.kind is OpKind.FORWARD:
                 inside |= {number for number in op.outputs if specs[number].kind is Kind.RESIDUAL}
             elif op.kind in (OpKind.SEND, OpKind.FREE):

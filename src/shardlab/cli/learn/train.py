@@ -222,7 +222,7 @@ def comparison_report(folder: Path) -> Report:
     checked = job_from_dict(trace.job).checked()
     measured = trace.measured(checked)
     predicted, unit = predicted_timeline(checked, measured)
-    memory = [max(each.before) for each in memory_in_bytes(checked)]
+    memory = [max(each.before_ops) for each in memory_in_bytes(checked)]
     result = compare(measured, predicted, memory)
     step = {"what": "step", "unit": "ms", **_pair(result.step, 1e3)}
     parts = [

@@ -151,7 +151,7 @@ def price(request: StepRequest) -> PricedStep:
     rough = forecast(workload) if traced is not workload else None
     large = entry.plan is not None and not rewritten and _ops_on_all_ranks(traced) > MOST_CHECKED
     if rewritten:
-        _require_backend(entry, workload.passed[-1].checked, cluster_name)
+        _require_backend(entry, workload.pass_results[-1].checked, cluster_name)
     elif entry.plan is not None and not large:
         trace(mesh, traced.traced.program.sizes, traced.microbatches)
     estimate = traced.estimate()
@@ -166,7 +166,7 @@ def price(request: StepRequest) -> PricedStep:
         )
     if limit := broken_limit(workload):
         notes.insert(0, f"predicted as if {workload.recipe.name} could run it: {limit}")
-    passed = workload.passed if rewritten else []
+    passed = workload.pass_results if rewritten else []
     return PricedStep(entry, workload, estimate, rough, memory, (model_name, cluster_name), not large, notes, passed)
 
 

@@ -126,7 +126,7 @@ def run_passes_here(
 
     def on(cluster: Cluster, names: str) -> list[PassResult]:
         return replace(workload_of(timed, cluster), trace=trace).rewritten(
-            names, MOST_TRIED, least=least, lenient=lenient
+            names, MOST_TRIED, least_gain=least, lenient=lenient
         )
 
     *measured, assumed = _clusters(job.ranks)

@@ -90,7 +90,7 @@ def cluster_here(ranks: int) -> Cluster | None:
     from shardlab.simulate.hardware import Cluster, Profile, find_cluster
 
     try:
-        return Cluster.of_profile(Profile.read(None, here=this_machine()))
+        return Cluster.of_profile(Profile.read(None, this_machine=this_machine()))
     except UserError:
         if not gpu_count():
             return None

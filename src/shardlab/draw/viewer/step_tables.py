@@ -152,7 +152,7 @@ def add_activity_columns(
     last = {
         gap.row: rows[gap.row][gap.awaited].op
         for gap in find_gaps(activity)
-        if gap.before is None and gap.awaited is not None
+        if gap.next_compute is None and gap.awaited is not None
     }
     for name, values in times.items():
         columns.add(f"{name}{number}", "f64", values)

@@ -336,8 +336,8 @@ def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
     spans = tuple((times.starts[row][first], times.ends[row][last]) for first, last in places)
     entries = [_entry(tape, first) for first, _ in places]
     after_forward = _entry(tape, next(i for i in range(places[0][1] + 1, len(tape)) if tape[i].kind in _ANY_PASS))
-    activation = max(0, memory.before[after_forward] - memory.before[entries[0]])
-    change = memory.before[entries[2]] - memory.before[entries[1]] if len(entries) > 2 else 0
+    activation = max(0, memory.before_ops[after_forward] - memory.before_ops[entries[0]])
+    change = memory.before_ops[entries[2]] - memory.before_ops[entries[1]] if len(entries) > 2 else 0
     return _StagePasses(tuple(places), spans, activation, max(0, activation + change))
 
 

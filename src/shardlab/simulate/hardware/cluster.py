@@ -152,8 +152,10 @@ class Cluster:
     def of_profile(cls, profile: Profile) -> Cluster:
         """Return the machine of a profile: one node with as many ranks as the machine has cores or devices."""
         link = Link("measured", 1.0, 0.0, 1.0, "a profile")
-        most = max((processes for _, processes in profile.peaks), default=0)
-        crowd = replace(profile, peaks={key: peak for key, peak in profile.peaks.items() if key[1] == most})
+        processes_at_peak = max((processes for _, processes in profile.peaks), default=0)
+        crowd = replace(
+            profile, peaks={key: peak for key, peak in profile.peaks.items() if key[1] == processes_at_peak}
+        )
         return cls(device_of_profile(crowd), profile.machine.places, 1, link, link, link, 1, profile)
 
     def at_work(self, ranks: int) -> Cluster:
@@ -189,21 +191,21 @@ class Cluster:
         """Names of the links that collectives use, and the number of NICs; empty for a measured machine."""
         if self.profile is not None:
             return {}
-        inside: dict[str, str | int] = {"intra_node": self.intra_node.name} if self.per_node > 1 else {}
-        between: dict[str, str | int] = {"inter_node": self.inter_node.name, "nics": self.nics}
-        return inside | (between if self.nodes > 1 else {})
+        intra_node: dict[str, str | int] = {"intra_node": self.intra_node.name} if self.per_node > 1 else {}
+        inter_node: dict[str, str | int] = {"inter_node": self.inter_node.name, "nics": self.nics}
+        return intra_node | (inter_node if self.nodes > 1 else {})
 
     @property
     def network_text(self) -> str:
         """The network and its assumed parts as text ("": there is a single device, or the machine was measured)."""
-        known = self.network
-        between = f"{counted(self.nics, 'NIC')} of {self.inter_node.name} a node" if "nics" in known else ""
-        inside = f"{self.intra_node.name} inside a node" if "intra_node" in known else ""
-        text = ", ".join(filter(None, (between, inside)))
-        if not (guessed := [name for name in known if name in self.assumed]):
+        network = self.network
+        inter_node = f"{counted(self.nics, 'NIC')} of {self.inter_node.name} a node" if "nics" in network else ""
+        intra_node = f"{self.intra_node.name} inside a node" if "intra_node" in network else ""
+        text = ", ".join(filter(None, (inter_node, intra_node)))
+        if not (guessed := [name for name in network if name in self.assumed]):
             return text
-        all = "" if len(guessed) == len(known) else f"{', '.join(guessed)} "
-        return f"{text}; {all}assumed, as in the usual node of {self.device.name}"
+        scope = "" if len(guessed) == len(network) else f"{', '.join(guessed)} "
+        return f"{text}; {scope}assumed, as in the usual node of {self.device.name}"
 
     def require(self, ranks: int) -> None:
         """Raise an error if there are more ranks than devices.
@@ -273,8 +275,8 @@ class Cluster:
             return self.profile.messages.seconds(bytes)
         if source // self.per_node == target // self.per_node:
             return START + self.intra_node.latency + bytes / self.intra_node.pair_speed
-        own = self.inter_node.speed * self.nics / self.per_node  # a device's own NICs carry a message together
-        return START + self.inter_node.latency + bytes / own
+        device_speed = self.inter_node.speed * self.nics / self.per_node  # a device's own NICs carry a message together
+        return START + self.inter_node.latency + bytes / device_speed
 
     def copy_seconds(self, bytes: float, place: str) -> float:
         """Return the seconds of a copy between a device and the host's memory or the disk. CPU ranks copy in memory.
@@ -345,13 +347,13 @@ NODES = {name: read_settings(NodeType, row, "nodes.toml", name) for name, row in
 """Usual node of each device."""
 
 
-def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool = False) -> Cluster:
+def find_cluster(name: str, *, this_machine: Machine | None = None, other_machine: bool = False) -> Cluster:
     """Return the cluster with a name.
 
     Args:
         name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local" for the measurements of `shardlab
             bench`, or the path of the JSON file that its --profile wrote.
-        here: this machine; a profile of another machine is refused (None: any profile is accepted).
+        this_machine: this machine; a profile of another machine is refused (None: any profile is accepted).
         other_machine: accept a profile of another machine.
 
     Raises:
@@ -360,44 +362,45 @@ def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool 
     """
     if is_measured(name):
         path = Path(name) if name.endswith(".json") else None
-        return Cluster.of_profile(Profile.read(path, here=here, other_machine=other_machine))
+        return Cluster.of_profile(Profile.read(path, this_machine=this_machine, other_machine=other_machine))
     if name.endswith(".toml"):
         return read_cluster(Path(name))
     if (words := _other_order(name.strip().lower())) is not None:
         raise UserError(f"{name!r} is not a cluster; {words}")
-    found = re.fullmatch(r"(.+)x(\d+)", name.strip().lower())
-    if found is None or int(found[2]) == 0:
+    match = re.fullmatch(r"(.+)x(\d+)", name.strip().lower())
+    if match is None or int(match[2]) == 0:
         raise UserError(
             f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file or a profile's "
             f".json, or local; "
             f"of clusters with 8 devices {suggest_name(name, [f'{device}x8' for device in (*DEVICES, *ALIASES)])}"
         )
-    if (own := f"{found[1]}x") in DEVICES and found[1] not in DEVICES:
+    if (device_name := f"{match[1]}x") in DEVICES and match[1] not in DEVICES:
         raise UserError(
-            f"{name!r} lacks the x before the count, since the device is called {own}; give {own}x{found[2]}"
+            f"{name!r} lacks the x before the count, since the device is called {device_name}; "
+            f"give {device_name}x{match[2]}"
         )
-    device = find_device(found[1])
-    return cluster_of(device, int(found[2]))
+    device = find_device(match[1])
+    return cluster_of(device, int(match[2]))
 
 
 def _other_order(name: str) -> str | None:
     """Return the correct form of a name such as 4x8xh100 or h100x4x8, as advice (None: the name has neither form)."""
     devices = "|".join(map(re.escape, sorted(DEVICES, key=len, reverse=True)))
     counts = r"[1-9]\d*"
-    found = re.fullmatch(rf"(?:({counts})x)?({counts})x({devices})|({devices})x({counts})x({counts})", name)
-    if found is None:
+    match = re.fullmatch(rf"(?:({counts})x)?({counts})x({devices})|({devices})x({counts})x({counts})", name)
+    if match is None:
         return None
-    device = found[3] or found[4]
-    nodes, each = int(found[1] or found[5] or 1), int(found[2] or found[6])
+    device = match[3] or match[4]
+    nodes, per_node = int(match[1] or match[5] or 1), int(match[2] or match[6])
     usual = NODES[device].devices
-    if each == usual or (nodes == 1 and (each < usual or each % usual == 0)):
-        size = min(usual, each)
-        count = nodes * each // size
+    if per_node == usual or (nodes == 1 and (per_node < usual or per_node % usual == 0)):
+        size = min(usual, per_node)
+        count = nodes * per_node // size
         made_of = f"{count} nodes of {size}" if count > 1 else f"one node of {size}" if size > 1 else "one device"
-        return f"write {device}x{nodes * each}, which is {made_of}"
+        return f"write {device}x{nodes * per_node}, which is {made_of}"
     return (
-        f"nodes of {device} usually have {usual} devices; for {nodes} of {each}, write a .toml file with "
-        f'device = "{device}", nodes = {nodes} and per_node = {each}'
+        f"nodes of {device} usually have {usual} devices; for {nodes} of {per_node}, write a .toml file with "
+        f'device = "{device}", nodes = {nodes} and per_node = {per_node}'
     )
 
 

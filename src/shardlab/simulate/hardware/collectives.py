@@ -70,8 +70,8 @@ class GroupSpan:
         `net_step` is known, NCCL's chain.
         """
         chained = self.net_step and self.nodes > 1
-        inside = self.members - 1 if chained else steps(self.members)
-        return steps(self.nodes) * self.hop_inter_node + inside * self._step_inside
+        intra_node_steps = self.members - 1 if chained else steps(self.members)
+        return steps(self.nodes) * self.hop_inter_node + intra_node_steps * self._step_inside
 
     @property
     def _step_inside(self) -> float:
@@ -103,9 +103,11 @@ def _hierarchy(span: GroupSpan, bytes: float) -> float:
     """Return the seconds of an all_gather or reduce_scatter in a hierarchy of nodes."""
     if span.nodes == 1 or span.members == 1:
         return _ring(span, bytes)
-    between = (span.nodes - 1) * span.hop_inter_node + bytes / span.members * (1 - 1 / span.nodes) / span.inter_node
-    within = (span.members - 1) * span.hop_intra_node + bytes * (1 - 1 / span.members) / span.intra_node
-    return between + within
+    inter_seconds = (span.nodes - 1) * span.hop_inter_node + bytes / span.members * (
+        1 - 1 / span.nodes
+    ) / span.inter_node
+    intra_seconds = (span.members - 1) * span.hop_intra_node + bytes * (1 - 1 / span.members) / span.intra_node
+    return inter_seconds + intra_seconds
 
 
 def _scattering(span: GroupSpan, bytes: float) -> float:

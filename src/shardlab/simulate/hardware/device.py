@@ -59,23 +59,23 @@ def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, 
         base: figures of the base, which apply to all values that the row does not change.
     """
     values = _leaves(row)
-    found = {name: figure for name, figure in base.items() if values.get(name) == figure.value}
+    figures = {name: figure for name, figure in base.items() if values.get(name) == figure.value}
     for entry in cast(list[dict[str, Any]], row.get("fit", [])):
         figure = {key: value for key, value in entry.items() if key != "figures"}
         for name, value in values.items():
             if any(fnmatch(name, pattern) for pattern in entry["figures"]):
-                found[name] = read_settings(Figure, {"value": value, **figure}, "fit", name)
-    return found
+                figures[name] = read_settings(Figure, {"value": value, **figure}, "fit", name)
+    return figures
 
 
 def _leaves(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping) and name != "figures":
-            found |= _leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+            leaves |= _leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")
         elif isinstance(value, int | float) or (prefix and isinstance(value, list)):
-            found[prefix + name] = value
-    return found
+            leaves[prefix + name] = value
+    return leaves
 
 
 CONSTANTS = read_value(
@@ -205,9 +205,9 @@ class Device:
         return kernel.flops / (self.peak(dtype) * share * filled)
 
     def _memory(self, kernel: Kernel, dtype: str) -> float:
-        moved = kernel.elements * bytes_of(dtype)
+        bytes = kernel.elements * bytes_of(dtype)
         small = self.efficiency.bytes_half if isinstance(kernel, Pointwise) else 0.0
-        return (moved + small) / (self.bandwidth * self.efficiency.memory) if moved else 0.0
+        return (bytes + small) / (self.bandwidth * self.efficiency.memory) if bytes else 0.0
 
 
 @cache
@@ -227,14 +227,14 @@ def rows(file: str, table: str) -> dict[str, dict[str, Any]]:
     If a row has a list `fit`, `figures` of the result has the source of each figure (see `figures_of`).
     """
     pages = load_table("simulate/hardware/pages.toml")
-    found: dict[str, dict[str, Any]] = {}
+    rows_by_name: dict[str, dict[str, Any]] = {}
     for name, row in load_table(f"simulate/hardware/{file}.toml")[table].items():
-        base = found.get(row.pop("base", ""), {})
-        found[name] = base | row
+        base = rows_by_name.get(row.pop("base", ""), {})
+        rows_by_name[name] = base | row
         if "fit" in row:
-            found[name]["figures"] = figures_of(base | row, base.get("figures", {}))
-            del found[name]["fit"]
-    return {name: row | {"source": row["source"].format(**pages)} for name, row in found.items()}
+            rows_by_name[name]["figures"] = figures_of(base | row, base.get("figures", {}))
+            del rows_by_name[name]["fit"]
+    return {name: row | {"source": row["source"].format(**pages)} for name, row in rows_by_name.items()}
 
 
 _EFFICIENCIES = {

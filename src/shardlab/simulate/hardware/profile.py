@@ -125,11 +125,15 @@ class Profile:
         exact = self.peaks.get((dtype, ranks))
         if exact is not None and exact.threads == threads:
             return exact.flops * ranks
-        found = {processes: peak for (measured, processes), peak in self.peaks.items() if measured == dtype}
-        if not found:
+        peaks = {processes: peak for (measured, processes), peak in self.peaks.items() if measured == dtype}
+        if not peaks:
             return None
-        most = max(found)
-        return found[most].flops / found[most].threads * min(ranks * threads, max(most * found[most].threads, 1))
+        processes_at_peak = max(peaks)
+        return (
+            peaks[processes_at_peak].flops
+            / peaks[processes_at_peak].threads
+            * min(ranks * threads, max(processes_at_peak * peaks[processes_at_peak].threads, 1))
+        )
 
     def write(self, path: Path | None = None) -> Path:
         """Write the profile as JSON, by default to the path that `read` uses, and return the path."""
@@ -158,12 +162,14 @@ class Profile:
         return path
 
     @classmethod
-    def read(cls, path: Path | None = None, *, here: Machine | None = None, other_machine: bool = False) -> Profile:
+    def read(
+        cls, path: Path | None = None, *, this_machine: Machine | None = None, other_machine: bool = False
+    ) -> Profile:
         """Read a profile.
 
         Args:
             path: the file (None: the one that `shardlab bench` wrote last).
-            here: this machine (None: accept any).
+            this_machine: this machine (None: accept any).
             other_machine: accept a profile of another machine.
 
         Raises:
@@ -182,9 +188,10 @@ class Profile:
             raise UserError(f"{path} is not a profile ({error}); shardlab bench writes one") from None
         if profile is None:
             raise UserError(f"{path} is a profile of version {version}, not {VERSION}; run shardlab bench again")
-        if here is not None and not other_machine and here != profile.machine:
+        if this_machine is not None and not other_machine and this_machine != profile.machine:
             raise UserError(
-                f"{path} is from another machine: {differences(profile.machine, here)}; --other-machine takes it anyway"
+                f"{path} is from another machine: {differences(profile.machine, this_machine)}; "
+                "--other-machine takes it anyway"
             )
         return profile
 
@@ -260,11 +267,13 @@ def rate_rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:
     return [{"family": family, "dtype": dtype, **asdict(rate)} for (family, dtype), rate in sorted(rates.items())]
 
 
-def differences(there: Machine, here: Machine) -> str:
+def differences(measured: Machine, this_machine: Machine) -> str:
     """Return the properties in which two machines differ, as text."""
-    mine = asdict(here)
+    properties = asdict(this_machine)
     return ", ".join(
-        f"{key} {value} there, {mine[key]} here" for key, value in asdict(there).items() if value != mine[key]
+        f"{key} {value} there, {properties[key]} here"
+        for key, value in asdict(measured).items()
+        if value != properties[key]
     )
 
 
@@ -367,10 +376,12 @@ def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> f
     name = profiled_name(kind, bytes, ranks)
     if not any(name == measured for measured, _ in profile.collectives):
         name = kind  # no all-reduce of this size was measured
-    lines: dict[int, AlphaBeta] = {size: line for (found, size), line in profile.collectives.items() if found == name}
+    lines: dict[int, AlphaBeta] = {
+        size: line for (collective, size), line in profile.collectives.items() if collective == name
+    }
     if not lines:
         raise UserError(f"the profile has no {kind}; measure it: shardlab bench collectives")
-    below = max((size for size in lines if size <= ranks), default=min(lines))
-    above = min((size for size in lines if size >= ranks), default=max(lines))
-    low, high = lines[below].seconds(bytes), lines[above].seconds(bytes)
-    return low if below == above else low + (high - low) * (ranks - below) / (above - below)
+    smaller = max((size for size in lines if size <= ranks), default=min(lines))
+    larger = min((size for size in lines if size >= ranks), default=max(lines))
+    low, high = lines[smaller].seconds(bytes), lines[larger].seconds(bytes)
+    return low if smaller == larger else low + (high - low) * (ranks - smaller) / (larger - smaller)

@@ -33,13 +33,13 @@ def bucket(checked: Checked, parts: int) -> Tapes:
     Raises:
         CannotApply: if no two collectives have the same kind, group and dtype.
     """
-    before = checked.program.tapes
+    tapes_before = checked.program.tapes
     groups = _all_buckets(checked, parts)
     if not any(groups) and not any(_all_buckets(checked, 1)):
         raise CannotApply("no two collectives of weights or gradients are of one kind, group and dtype")
     tapes = reordered(checked, partial(_wish, groups))
     return [
-        _issued_together(tape, [[before[rank][at].handle for at in each] for each in groups[rank]])
+        _issued_together(tape, [[tapes_before[rank][at].handle for at in members] for members in groups[rank]])
         for rank, tape in enumerate(tapes)
     ]
 
@@ -52,22 +52,22 @@ def _all_buckets(checked: Checked, parts: int) -> list[list[list[int]]]:
 
 def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, parts: int) -> list[list[int]]:
     """Return for each bucket of a tape the indices of its collectives, of which there are at least two."""
-    alike: dict[Hashable, list[int]] = defaultdict(list)
+    by_key: dict[Hashable, list[int]] = defaultdict(list)
     for at, op in enumerate(tape):
-        if op.kind in BUCKETED and op.batch < 0 and (given := specs[op.inputs[0]]).kind in FLAT:
-            alike[op.kind, op.group, op.reduction, given.kind, given.form.dtype, given.step].append(at)
-    found: list[list[int]] = []
-    for places in alike.values():
-        sizes = [max(bytes_of(specs[number]) for number in (*tape[at].inputs, *tape[at].outputs)) for at in places]
-        room, left = sum(sizes) / parts, 0.0
+        if op.kind in BUCKETED and op.batch < 0 and (spec := specs[op.inputs[0]]).kind in FLAT:
+            by_key[op.kind, op.group, op.reduction, spec.kind, spec.form.dtype, spec.step].append(at)
+    buckets: list[list[int]] = []
+    for indices in by_key.values():
+        sizes = [max(bytes_of(specs[number]) for number in (*tape[at].inputs, *tape[at].outputs)) for at in indices]
+        bucket_bytes, free_bytes = sum(sizes) / parts, 0.0
         together: list[int] = []
-        for at, size in zip(places, sizes, strict=True):
-            if not together or size > left:
-                found.append(together := [])
-                left = room
+        for at, size in zip(indices, sizes, strict=True):
+            if not together or size > free_bytes:
+                buckets.append(together := [])
+                free_bytes = bucket_bytes
             together.append(at)
-            left -= size
-    return [each for each in found if len(each) > 1]
+            free_bytes -= size
+    return [bucket for bucket in buckets if len(bucket) > 1]
 
 
 def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
@@ -76,14 +76,14 @@ def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
     for together in groups[order.rank]:
         first, last = together[0], together[-1]
         for at in together:
-            if tape[at].kind is OpKind.ALL_GATHER and not _after(order, at, first):
+            if tape[at].kind is OpKind.ALL_GATHER and not _needs_earlier_bucket(order, at, first):
                 order.start_before(at, first)
             elif at != last:
                 order.end_before(at, last)
                 order.end_before(order.needs.end_of(at), len(tape))
 
 
-def _after(order: Ordering, at: int, first: int) -> bool:
+def _needs_earlier_bucket(order: Ordering, at: int, first: int) -> bool:
     """Return whether a gather depends on an op after the first gather of its bucket."""
     channel = {first, *order.needs.successors[first]}
     return any(other > first and other not in channel for other in order.needs.predecessors[at])
@@ -93,18 +93,18 @@ def _issued_together(tape: list[Op], together: Sequence[Sequence[int]]) -> list[
     """Return the tape with adjacent collectives of a bucket as one batch."""
     bucket_of = {handle: number for number, handles in enumerate(together) for handle in handles}
     batch = max((op.batch for op in tape), default=-1)
-    made: list[Op] = []
+    new_tape: list[Op] = []
     last = -1
     for op in tape:
-        here = bucket_of.get(op.handle, -1) if op.kind in BUCKETED else -1
-        if here >= 0 and here == last:
-            if made[-1].batch < 0:
+        bucket = bucket_of.get(op.handle, -1) if op.kind in BUCKETED else -1
+        if bucket >= 0 and bucket == last:
+            if new_tape[-1].batch < 0:
                 batch += 1
-                made[-1] = made[-1]._replace(batch=batch)
+                new_tape[-1] = new_tape[-1]._replace(batch=batch)
             op = op._replace(batch=batch)
-        last = here
-        made.append(op)
-    return made
+        last = bucket
+        new_tape.append(op)
+    return new_tape
 
 
 def arena(checked: Checked, _: int) -> Tapes:
@@ -119,50 +119,53 @@ def arena(checked: Checked, _: int) -> Tapes:
     program = checked.program
     plain = [[op._replace(offset=-1) if op.offset >= 0 else op for op in tape] for tape in program.tapes]
     size = BufferBytes(program, checked.specs)
-    rooms = [buffers_of(tape, checked.specs[rank], program.sizes) for rank, tape in enumerate(plain)]
-    if not any(rooms):
+    buffers = [buffers_of(tape, checked.specs[rank], program.sizes) for rank, tape in enumerate(plain)]
+    if not any(buffers):
         raise CannotApply("nothing is received, gathered or summed, so no buffer can lie in an arena")
     bytes_of = Bytes(program.sizes)
-    found: Tapes = []
+    new_tapes: Tapes = []
     for rank, tape in enumerate(plain):
         specs = checked.specs[rank]
         live = TapeMemory(tape, specs, bytes_of, real=True, sizes=program.sizes).run().during
-        sized = [(room, size.total(room, specs), sum(bytes_of(specs[n]) for n in room.values)) for room in rooms[rank]]
+        sized = [
+            (buffer, size.total(buffer, specs), sum(bytes_of(specs[n]) for n in buffer.values))
+            for buffer in buffers[rank]
+        ]
         offsets: dict[int, int] = {}
-        for room, begin in best_fit(sized, live):
-            offsets |= value_offsets(room, begin, size, specs)
+        for buffer, begin in best_fit(sized, live):
+            offsets |= value_offsets(buffer, begin, size, specs)
         at_offsets = ((op, offsets.get(op.outputs[0], -1) if op.outputs else -1) for op in tape)
-        found.append([op if offset < 0 else op._replace(offset=offset) for op, offset in at_offsets])
-    return found
+        new_tapes.append([op if offset < 0 else op._replace(offset=offset) for op, offset in at_offsets])
+    return new_tapes
 
 
-def best_fit(rooms: Sequence[tuple[Buffer, int, int]], live: Sequence[int]) -> list[tuple[Buffer, int]]:
+def best_fit(buffers: Sequence[tuple[Buffer, int, int]], live: Sequence[int]) -> list[tuple[Buffer, int]]:
     """Return each buffer with its first byte in the arena, except buffers that would raise the step's peak.
 
     Args:
-        rooms: (buffer, its bytes, the part of these bytes that `live` includes).
+        buffers: (buffer, its bytes, the part of these bytes that `live` includes).
         live: bytes that are live during each op, all buffers included.
     """
-    rest, most = np.array(live), max(live, default=0)
+    rest, peak_bytes = np.array(live), max(live, default=0)
     top = 0
-    found: list[tuple[Buffer, int, int]] = []  # (buffer, its first byte, its end)
-    for room, size, counts in sorted(rooms, key=lambda each: (-each[1], each[0].begin)):
-        begin = _gap(size, sorted((first, end) for other, first, end in found if other.overlaps(room)))
-        taken = slice(room.begin, room.end + 1)
-        rest[taken] -= counts
-        if max(top, begin + size) + rest.max(initial=0) > most:
-            rest[taken] += counts
+    placed: list[tuple[Buffer, int, int]] = []  # (buffer, its first byte, its end)
+    for buffer, size, counts in sorted(buffers, key=lambda entry: (-entry[1], entry[0].begin)):
+        begin = _gap(size, sorted((first, end) for other, first, end in placed if other.overlaps(buffer)))
+        lifetime = slice(buffer.begin, buffer.end + 1)
+        rest[lifetime] -= counts
+        if max(top, begin + size) + rest.max(initial=0) > peak_bytes:
+            rest[lifetime] += counts
             continue
         top = max(top, begin + size)
-        found.append((room, begin, begin + size))
-    return [(room, begin) for room, begin, _ in found]
+        placed.append((buffer, begin, begin + size))
+    return [(buffer, begin) for buffer, begin, _ in placed]
 
 
-def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
+def _gap(size: int, occupied: Sequence[tuple[int, int]]) -> int:
     """Return the start of the smallest gap of at least `size` bytes; if there is none, the end of all taken bytes."""
-    free, best, least = 0, -1, 0
-    for first, end in taken:
-        if size <= first - free and (best < 0 or first - free < least):
-            best, least = free, first - free
+    free, best, smallest = 0, -1, 0
+    for first, end in occupied:
+        if size <= first - free and (best < 0 or first - free < smallest):
+            best, smallest = free, first - free
         free = max(free, -(-end // ALIGNMENT) * ALIGNMENT)
     return free if best < 0 else best

@@ -29,66 +29,70 @@ def fuse_steps(checked: Checked, count: int) -> Tapes:
     Raises:
         CannotApply: if no step begins with gathers of weights that are kept on the device.
     """
-    chosen = _chosen(checked, count)
-    if not chosen:
+    gathers = _common_gathers(checked, count)
+    if not gathers:
         raise CannotApply("no step begins with a gather of weights that are kept on the device")
     tapes: Tapes = []
     for rank, tape in enumerate(checked.program.tapes):
-        own = {at for other, at in chosen if other == rank}
-        fused, specs = _fused(tape, checked.specs[rank], own)
+        rank_gathers = {at for other, at in gathers if other == rank}
+        fused, specs = _fused(tape, checked.specs[rank], rank_gathers)
         order = Ordering(Dependences(fused, rank, specs))
-        _wish({tape[at].handle for at in own}, count, order)
+        _wish({tape[at].handle for at in rank_gathers}, count, order)
         tapes.append(order.tape())
     return tapes
 
 
-def _chosen(checked: Checked, count: int) -> set[tuple[int, int]]:
+def _common_gathers(checked: Checked, count: int) -> set[tuple[int, int]]:
     """Return the gathers that can run in the previous step on all their members, as (rank, index)."""
     able = {(rank, at) for rank in range(checked.program.ranks) for at in _first(checked, rank, count)}
-    together = [{(each.rank, each.op) for each in every.participants} for every in checked.communications]
+    together = [
+        {(member.rank, member.op) for member in communication.participants} for communication in checked.communications
+    ]
     return {place for meeting in together if meeting <= able for place in meeting}
 
 
 def _first(checked: Checked, rank: int, count: int) -> list[int]:
     """Return a rank's first gathers of weights that it loads, one for each layer. A batch counts as one gather."""
     tape, specs = checked.program.tapes[rank], checked.specs[rank]
-    kept = KeptWeights(tape, specs)
-    left = {key for number, key in kept.final.items() if not specs[number].form.place}
-    found: dict[tuple[int, object], int] = {}
+    weights = KeptWeights(tape, specs)
+    final_slices = {key for number, key in weights.final.items() if not specs[number].form.place}
+    first_gathers: dict[tuple[int, object], int] = {}
     for at, op in enumerate(tape):
-        if op.kind is ALL_GATHER and kept.loads.get(op.inputs[0]) in left:
+        if op.kind is ALL_GATHER and weights.loads.get(op.inputs[0]) in final_slices:
             form = specs[op.outputs[0]].form
-            if (form.layer, form.holds) not in kept.place_of and not form.dtype:
-                found.setdefault((form.layer, form.holds), at)
+            if (form.layer, form.holds) not in weights.place_of and not form.dtype:
+                first_gathers.setdefault((form.layer, form.holds), at)
     batches = batches_of(tape)
-    together = dict.fromkeys(tuple(batches.get(tape[at].batch, [at])) for at in found.values())
-    return [at for each in [*together][:count] if {*each} <= {*found.values()} for at in each]
+    together = dict.fromkeys(tuple(batches.get(tape[at].batch, [at])) for at in first_gathers.values())
+    return [at for batch in [*together][:count] if {*batch} <= {*first_gathers.values()} for at in batch]
 
 
-def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:
+def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], gathers: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:
     """Return the new tape and specs of a rank: each chosen gather comes right after the update of the gathered slice.
 
     All chosen gathers are awaited at the end of the tape.
     """
-    kept = KeptWeights(tape, specs)
-    new = {kept.final[number]: number for number in kept.final}
+    weights = KeptWeights(tape, specs)
+    new = {weights.final[number]: number for number in weights.final}
     waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}
     ready = {number: waits.get(op.handle, at) for at, op in enumerate(tape) for number in op.outputs}
     batches, specs = batches_of(tape), dict(specs)
-    given = {at: new[kept.loads[tape[at].inputs[0]]] for at in chosen}
+    updated = {at: new[weights.loads[tape[at].inputs[0]]] for at in gathers}
     puts: dict[int, list[Op]] = defaultdict(list)  # index of an op -> new ops after it
     ends: list[Op] = []
-    for values, at in enumerate(sorted(chosen), max(specs, default=-1) + 1):
+    for values, at in enumerate(sorted(gathers), max(specs, default=-1) + 1):
         op = tape[at]
         (piece,), (whole,) = op.inputs, op.outputs
         puts[ready[piece]].append(Op(LOAD_WEIGHT, op.layer, (), (whole,), holds=specs[whole].holds))
-        start = max(ready[given[other]] for other in batches.get(op.batch, [at]))
-        puts[start].append(op._replace(inputs=(given[at],), outputs=(values,)))
+        start = max(ready[updated[other]] for other in batches.get(op.batch, [at]))
+        puts[start].append(op._replace(inputs=(updated[at],), outputs=(values,)))
         ends.append(tape[waits[op.handle]])
         specs[values] = specs[whole]._replace(form=specs[whole].form.but(step=1))
-    left_out = chosen | {waits[tape[at].handle] for at in chosen}
-    made = [each for at, op in enumerate(tape) for each in (*([] if at in left_out else [op]), *puts.get(at, []))]
-    return made + ends, specs
+    left_out = gathers | {waits[tape[at].handle] for at in gathers}
+    new_tape = [
+        new_op for at, op in enumerate(tape) for new_op in (*([] if at in left_out else [op]), *puts.get(at, []))
+    ]
+    return new_tape + ends, specs
 
 
 def _wish(handles: Set[int], count: int, order: Ordering) -> None:

@@ -78,7 +78,9 @@ class OffloadedTape:
             self._leave(self._arriving.pop(op.handle, ()))
         elif kind is FREE:
             (number,) = op.inputs
-            copies = [where.pop(number) for where in (self._away, self._back) if number in where]
+            copies = [
+                copies_by_value.pop(number) for copies_by_value in (self._away, self._back) if number in copies_by_value
+            ]
             for copy in copies or [number]:
                 self._free(copy)
         elif kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE):
@@ -97,12 +99,12 @@ class OffloadedTape:
             self._put_update(op)
             return
         if op.kind in (ADD, OpKind.NORM) and any(number in self._away for number in op.inputs):
-            inputs, copies = self._there(op.inputs)
+            inputs, copies = self._to_host(op.inputs)
             self.tape.append(op._replace(inputs=inputs))
             if op.kind is ADD:
                 self._away[op.outputs[0]] = op.outputs[0]
         else:
-            inputs, copies = self._here(op)
+            inputs, copies = self._to_device(op)
             op = self._saving(op._replace(inputs=inputs), op)
             self.tape.append(op)
         if op.kind in COMMUNICATION:
@@ -119,11 +121,11 @@ class OffloadedTape:
         gradient, weight, state, *others = op.inputs
         directed = any(self._specs[number].kind is Kind.DIRECTION for number in others)
         if self._updates_on_host and {weight, state} <= self._away.keys() and not directed:
-            (given,), copies = self._there((gradient,))
-            self.tape.append(op._replace(inputs=(given, self._away[weight], self._away[state], *others)))
+            (host_gradient,), copies = self._to_host((gradient,))
+            self.tape.append(op._replace(inputs=(host_gradient, self._away[weight], self._away[state], *others)))
             self._away |= {number: number for number in op.outputs}
         else:
-            inputs, copies = self._here(op)
+            inputs, copies = self._to_device(op)
             self._back.pop(state, None)
             if weight in self._away:
                 self._free(self._away[weight])  # the update would end it
@@ -133,7 +135,7 @@ class OffloadedTape:
         for number in copies:
             self._free(number)
 
-    def _here(self, op: Op) -> tuple[tuple[int, ...], list[int]]:
+    def _to_device(self, op: Op) -> tuple[tuple[int, ...], list[int]]:
         """Copy an op's inputs to the device.
 
         Return the numbers of all inputs on the device, and of the copies to free after the op.
@@ -155,7 +157,7 @@ class OffloadedTape:
                 inputs.append(number)
         return tuple(inputs), copies
 
-    def _there(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+    def _to_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
         """Copy gradients to the host's memory.
 
         Return the numbers of all gradients there, and of the copies to free after their use.
@@ -166,28 +168,28 @@ class OffloadedTape:
                 copies[number] = self._copy(OFFLOAD, number, HOST)
         return tuple(copies.get(number, self._away.get(number, number)) for number in numbers), list(copies.values())
 
-    def _saving(self, op: Op, before: Op) -> Op:
+    def _saving(self, op: Op, original: Op) -> Op:
         """Return a forward pass without its saved value if the input of the layer is offloaded.
 
         Before a backward pass that reads such a saved value, append a RECOMPUTE, and return the backward pass with the
         result. Return any other op as it is.
         """
-        if op.kind is OpKind.FORWARD and self._leaves(before):
+        if op.kind is OpKind.FORWARD and self._leaves(original):
             self._recomputed.add(op.outputs[-1])
             return op._replace(outputs=op.outputs[:-1])
-        saved = op.kind.row.saved_input
-        if saved >= 0 and op.inputs[saved] in self._recomputed:
-            made = self._new()
-            self.tape.append(Op(OpKind.RECOMPUTE, op.layer, (op.inputs[0], op.inputs[2]), (made,)))
-            return op._replace(inputs=(*op.inputs[:saved], made, *op.inputs[saved + 1 :]))
+        index = op.kind.row.saved_input
+        if index >= 0 and op.inputs[index] in self._recomputed:
+            recomputed = self._new()
+            self.tape.append(Op(OpKind.RECOMPUTE, op.layer, (op.inputs[0], op.inputs[2]), (recomputed,)))
+            return op._replace(inputs=(*op.inputs[:index], recomputed, *op.inputs[index + 1 :]))
         return op
 
     def _leaves(self, op: Op) -> bool:
         """Return whether a FORWARD's input is offloaded after it, since only a backward pass still reads it."""
-        given = self._specs[op.inputs[0]]
+        layer_input = self._specs[op.inputs[0]]
         plain = len(op.inputs) == 2 and len(op.outputs) == 2 and self._specs[op.outputs[-1]].kind is Kind.SAVED
-        kept = given.layer > 0 and given.form.term is None and given.kind is Kind.ACTIVATION
-        return bool(self._homes.activations) and plain and kept and not FORWARDS & {*self._readers[op.inputs[0]]}
+        is_input = layer_input.layer > 0 and layer_input.form.term is None and layer_input.kind is Kind.ACTIVATION
+        return bool(self._homes.activations) and plain and is_input and not FORWARDS & {*self._readers[op.inputs[0]]}
 
     def _leave_activation(self, op: Op) -> None:
         """Offload the activation that an op has just read, if only backward passes still read it."""
@@ -213,12 +215,12 @@ class OffloadedTape:
 
     def _copy(self, kind: OpKind, number: int, place: str = "") -> int:
         """Copy a value, and wait for it."""
-        given = self._away[number] if kind is RELOAD else number
-        made, handle = self._new(), self._handles
+        source = self._away[number] if kind is RELOAD else number
+        copy, handle = self._new(), self._handles
         self._handles += 1
         layer = self._specs[number].layer
-        self.tape += [Op(kind, layer, (given,), (made,), handle, place=place), Op(WAIT, -1, handle=handle)]
-        return made
+        self.tape += [Op(kind, layer, (source,), (copy,), handle, place=place), Op(WAIT, -1, handle=handle)]
+        return copy
 
     def _new(self) -> int:
         self._values += 1

@@ -92,27 +92,33 @@ class Ordering:
     def _ready(self, at: int) -> float:
         """Return the position of the last op on which an op depends, except those that move with it."""
         needed = self.needs.predecessors[at]
-        return max((self._ready(each) if each in self._follows else self.place(each) for each in needed), default=-1.0)
+        return max(
+            (
+                self._ready(dependence) if dependence in self._follows else self.place(dependence)
+                for dependence in needed
+            ),
+            default=-1.0,
+        )
 
     def tape(self) -> list[Op]:
         """Return the tape in its new order."""
         if not self._raised and not self._sunk:
             return list(self._tape)
-        tape, before, after = self._tape, self.needs.predecessors, self.needs.successors
+        tape, dependences, dependents = self._tape, self.needs.predecessors, self.needs.successors
         latest = [float(len(tape))] * len(tape)  # position of the first op that needs each op
         for at in reversed(range(len(tape))):
-            for other in after[at]:
+            for other in dependents[at]:
                 follows = tape[other].kind in LIGHT or tape[other].kind is FREE or other in self._sunk
                 latest[at] = min(latest[at], latest[other] if follows else self.place(other))
         places: list[float] = []
         for at, op in enumerate(tape):
-            there = max((places[other] for other in before[at]), default=-1.0)
+            ready = max((places[other] for other in dependences[at]), default=-1.0)
             if op.kind is FREE:
-                place = there
+                place = ready
             elif at in self._sunk:
-                place = max(there, min(self._sunk[at], latest[at]))
+                place = max(ready, min(self._sunk[at], latest[at]))
             else:
-                place = max(there, self.place(at))
+                place = max(ready, self.place(at))
             places.append(place)
         return [tape[at] for at in sorted(range(len(tape)), key=lambda at: (places[at], at))]
 
@@ -139,12 +145,12 @@ class CannotApply(Exception):
 
 def reordered(checked: Checked, wish: Callable[[Ordering], None]) -> Tapes:
     """Return every rank's tape in a new order; `wish` requests the moves on one tape."""
-    found: Tapes = []
+    tapes: Tapes = []
     for needs in checked.dependences:
         order = Ordering(needs)
         wish(order)
-        found.append(order.tape())
-    return found
+        tapes.append(order.tape())
+    return tapes
 
 
 REDUCTIONS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.REDUCE})
@@ -289,7 +295,7 @@ def _wish_early_updates(order: Ordering) -> None:
     for at, op in enumerate(tape):
         if op.kind is OpKind.UPDATE:
             order.start_at_once(at)
-            for away in (reader for made in op.outputs for reader in needs.readers[made]):
+            for away in (reader for value in op.outputs for reader in needs.readers[value]):
                 if tape[away].kind is OpKind.OFFLOAD:
                     order.start_at_once(away)
                     order.start_at_once(needs.end_of(away))

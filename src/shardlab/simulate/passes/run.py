@@ -51,21 +51,21 @@ class Goal:
     Attributes:
         prices: times of ops.
         memory: largest number of bytes on a rank. If the program already needs more, passes must not raise its peak.
-        kept: sizes of values as they lie in memory (None: those of the program).
-        most: largest number of ops to replay, summed over all candidates. Each pass has an equal share of it.
-        least: smallest share of a step that a pass must gain, if its setting is not given and it saves no memory.
+        kept_sizes: sizes of values as they lie in memory (None: those of the program).
+        max_ops: largest number of ops to replay, summed over all candidates. Each pass has an equal share of it.
+        least_gain: smallest share of a step that a pass must gain, if its setting is not given and it saves no memory.
     """
 
     prices: Prices = TEACHING_COSTS
     memory: float = math.inf
-    kept: Sizes | None = None
-    most: float = math.inf
-    least: float = GAIN
+    kept_sizes: Sizes | None = None
+    max_ops: float = math.inf
+    least_gain: float = GAIN
 
     def of(self, checked: Checked) -> tuple[float, int]:
         """Return the end of a program's step, and the largest peak of a rank in bytes."""
         end = Clocks(checked, self.prices).run().end
-        return end, max(memory.peak for memory in memory_in_bytes(checked, self.kept))
+        return end, max(memory.peak for memory in memory_in_bytes(checked, self.kept_sizes))
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class PassResult:
         """
         if self.peak > max(memory, other.peak):
             return False
-        least = GAIN * other.end
-        return self.end < other.end - least or (self.end <= other.end + least and self.peak < other.peak)
+        least_gain = GAIN * other.end
+        return self.end < other.end - least_gain or (self.end <= other.end + least_gain and self.peak < other.peak)
 
 
 def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None = None) -> list[PassResult]:
@@ -118,73 +118,79 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
         The original program, and the program after each pass.
     """
     goal, passes = goal or Goal(), list(passes)
-    each_most = goal.most / max(1, len(passes) * sum(map(len, checked.program.tapes)))
-    found = [PassResult("", checked, *goal.of(checked))]
-    for each in passes:
-        before = replace(found[-1], name=each.name, setting=None)
+    settings_per_pass = goal.max_ops / max(1, len(passes) * sum(map(len, checked.program.tapes)))
+    results = [PassResult("", checked, *goal.of(checked))]
+    for tape_pass in passes:
+        previous = replace(results[-1], name=tape_pass.name, setting=None)
         try:
-            best, why_not = _best(each, before, goal, each_most)
-            found.append(replace(best, why_not=why_not, applies=True))
+            best, why_not = _best(tape_pass, previous, goal, settings_per_pass)
+            results.append(replace(best, why_not=why_not, applies=True))
         except CannotApply as reason:
-            found.append(replace(before, why_not=str(reason), applies=False))
-    return found
+            results.append(replace(previous, why_not=str(reason), applies=False))
+    return results
 
 
-def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[PassResult, str]:
+def _best(tape_pass: TapePass, previous: PassResult, goal: Goal, max_settings: float) -> tuple[PassResult, str]:
     """Return the best candidate of a pass, or the unchanged program with the reason.
 
     Args:
-        each: the pass.
-        before: the program.
+        tape_pass: the pass.
+        previous: the program.
         goal: prices and memory.
-        most: largest number of settings to try.
+        max_settings: largest number of settings to try.
     """
-    best, why_not = before, "the program already does this" if each.tried else "it has no setting"
-    settings = each.tried if each.chosen or most >= len(each.tried) else each.tried[: int(most)]
-    if each.tried and not settings:
+    best, why_not = previous, "the program already does this" if tape_pass.settings else "it has no setting"
+    settings = (
+        tape_pass.settings
+        if tape_pass.is_forced or max_settings >= len(tape_pass.settings)
+        else tape_pass.settings[: int(max_settings)]
+    )
+    if tape_pass.settings and not settings:
         why_not = "the program has too many ops to try it"
-    tried, waiting = [before.checked.program.tapes], deque(settings)
-    while waiting:
-        setting = waiting.popleft()
-        tapes = each.rewrite(before.checked, setting)
-        if tapes in tried:
+    seen_tapes, queue = [previous.checked.program.tapes], deque(settings)
+    while queue:
+        setting = queue.popleft()
+        tapes = tape_pass.rewrite(previous.checked, setting)
+        if tapes in seen_tapes:
             continue
-        tried.append(tapes)
+        seen_tapes.append(tapes)
         try:
-            candidate = check(replace(before.checked.program, tapes=tapes))
+            candidate = check(replace(previous.checked.program, tapes=tapes))
         except Refused as refused:
-            if each.chosen:
-                raise UserError(f"the pass {each.name} makes a program that is refused: {refused}") from None
-            why_not = f"the check refuses its result: {refused.rule}" if best is before else ""
+            if tape_pass.is_forced:
+                raise UserError(f"the pass {tape_pass.name} makes a program that is refused: {refused}") from None
+            why_not = f"the check refuses its result: {refused.rule}" if best is previous else ""
             continue
-        if not set(before.checked.backends()) <= set(candidate.backends()):
-            why_not = "on a backend, ranks would wait for one another forever" if best is before else ""
+        if not set(previous.checked.backends()) <= set(candidate.backends()):
+            why_not = "on a backend, ranks would wait for one another forever" if best is previous else ""
             continue
-        passed = PassResult(each.name, candidate, *goal.of(candidate), setting)
-        if len(tried) < MOST_TRIED and (fewer := _fewer(each, before, passed, best, goal)):
-            waiting.appendleft(fewer)
-        if each.chosen or passed.better(best, goal.memory):
-            best, why_not = passed, ""
-        elif best is before:
-            faster = passed.better(before, math.inf)
+        result = PassResult(tape_pass.name, candidate, *goal.of(candidate), setting)
+        if len(seen_tapes) < MOST_TRIED and (fewer := _fewer(tape_pass, previous, result, best, goal)):
+            queue.appendleft(fewer)
+        if tape_pass.is_forced or result.better(best, goal.memory):
+            best, why_not = result, ""
+        elif best is previous:
+            faster = result.better(previous, math.inf)
             why_not = "every faster program takes more memory than there is" if faster else "no change is faster"
-    if not each.chosen and best.peak >= before.peak and best.end > (1 - goal.least) * before.end:
-        return before, why_not or f"it gains less than {goal.least:.0%}"
+    if not tape_pass.is_forced and best.peak >= previous.peak and best.end > (1 - goal.least_gain) * previous.end:
+        return previous, why_not or f"it gains less than {goal.least_gain:.0%}"
     return best, why_not
 
 
-def _fewer(each: TapePass, before: PassResult, passed: PassResult, best: PassResult, goal: Goal) -> EarlyStart | None:
+def _fewer(
+    tape_pass: TapePass, previous: PassResult, candidate: PassResult, best: PassResult, goal: Goal
+) -> EarlyStart | None:
     """Return a setting that starts fewer ops early than a candidate that is faster but needs too much memory.
 
     Returns None for any other candidate, or if there is no such setting.
     """
-    too_large = passed.peak > max(goal.memory, before.peak)
-    if each.chosen or each.moves is None or not too_large or not passed.better(best, math.inf):
+    too_large = candidate.peak > max(goal.memory, previous.peak)
+    if tape_pass.is_forced or tape_pass.moves is None or not too_large or not candidate.better(best, math.inf):
         return None
-    assert isinstance(passed.setting, int | EarlyStart)
-    setting = EarlyStart(passed.setting) if isinstance(passed.setting, int) else passed.setting
-    more = crowding(each.moves, before.checked, passed.checked, goal.kept) - setting.but
-    return replace(setting, but=setting.but | more) if more else None
+    assert isinstance(candidate.setting, int | EarlyStart)
+    setting = EarlyStart(candidate.setting) if isinstance(candidate.setting, int) else candidate.setting
+    excluded = crowding(tape_pass.moves, previous.checked, candidate.checked, goal.kept_sizes) - setting.but
+    return replace(setting, but=setting.but | excluded) if excluded else None
 
 
 def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[PassResult]:
@@ -196,12 +202,12 @@ def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Pa
     Raises:
         UserError: if a name is unknown, or a pass that is requested by name has nothing to do.
     """
-    found = run_passes(checked, find_passes(names), goal)
-    by_name = {each.name for each in named_passes(names) if each.by_name}
-    for each in found:
-        if not each.applies and each.name in by_name:
-            raise UserError(f"the pass {each.name} has nothing to do: {each.why_not}; leave the pass out")
-    return found
+    results = run_passes(checked, find_passes(names), goal)
+    by_name = {result.name for result in named_passes(names) if result.by_name}
+    for result in results:
+        if not result.applies and result.name in by_name:
+            raise UserError(f"the pass {result.name} has nothing to do: {result.why_not}; leave the pass out")
+    return results
 
 
 def apply_passes(checked: Checked, names: str) -> Checked:
@@ -209,39 +215,43 @@ def apply_passes(checked: Checked, names: str) -> Checked:
     return run_named(checked, names)[-1].checked if names != "none" else checked
 
 
-def helpful_results(found: Iterable[PassResult]) -> dict[str, PassResult]:
+def helpful_results(results: Iterable[PassResult]) -> dict[str, PassResult]:
     """Return the original program (`as written`), and the program after each pass that has improved it.
 
     The key of a pass is its name and setting in the syntax of `find_passes`.
     """
-    improved = (each for each in found if each.setting or not each.name)
-    return {helpful_names([each]) if each.name else "as written": each for each in improved}
+    improved = (result for result in results if result.setting or not result.name)
+    return {helpful_names([result]) if result.name else "as written": result for result in improved}
 
 
-def helpful_names(found: Iterable[PassResult]) -> str:
+def helpful_names(results: Iterable[PassResult]) -> str:
     """Return the passes that were kept, in the syntax that `find_passes` parses, such as `prefetch=1,bucket=4`."""
-    words = [f"{each.name}={each.setting}" if PASS_NAMES[each.name] else each.name for each in found if each.setting]
+    words = [
+        f"{result.name}={result.setting}" if PASS_NAMES[result.name] else result.name
+        for result in results
+        if result.setting
+    ]
     return ",".join(words) or "none"
 
 
-def crowding(moves: Moves, before: Checked, after: Checked, kept: Sizes | None = None) -> set[int]:
+def crowding(moves: Moves, original: Checked, rewritten: Checked, kept_sizes: Sizes | None = None) -> set[int]:
     """Return the ops that a pass has moved from after the peak of the fullest rank to before it.
 
     Args:
         moves: function that lists the ops of a tape that the pass starts early.
-        before, after: the program before and after the pass.
-        kept: sizes of values as they lie in memory (None: those of the program).
+        original, rewritten: the program before and after the pass.
+        kept_sizes: sizes of values as they lie in memory (None: those of the program).
 
     Returns:
         Positions of these ops in the list that `moves` returns.
     """
-    peaks = memory_in_bytes(after, kept)
+    peaks = memory_in_bytes(rewritten, kept_sizes)
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].peak)
-    old, new, at_peak = before.program.tapes[rank], after.program.tapes[rank], peaks[rank].peak_op
+    old, new, at_peak = original.program.tapes[rank], rewritten.program.tapes[rank], peaks[rank].peak_op
     place = {op.handle: at for at, op in enumerate(new) if op.handle >= 0 and op.kind is not OpKind.WAIT}
-    then = old.index(new[at_peak])
-    started = moves(old, before.specs[rank])
-    return {number for number, at in enumerate(started) if at > then and place[old[at].handle] <= at_peak}
+    old_peak = old.index(new[at_peak])
+    started = moves(old, original.specs[rank])
+    return {number for number, at in enumerate(started) if at > old_peak and place[old[at].handle] <= at_peak}
 
 
 Moves = Callable[[Sequence[Op], Mapping[int, Spec]], list[int]]
@@ -257,8 +267,8 @@ class TapePass:
         does: its effect, in a few words.
         rewrite: function of (program, setting) that returns new tapes. The function raises `CannotApply` if the pass
             has nothing to do.
-        tried: settings of which the best is taken (empty: the pass only runs with a given setting).
-        chosen: whether the setting was given. Its candidate is then taken even if it is slower or needs more memory.
+        settings: settings of which the best is taken (empty: the pass only runs with a given setting).
+        is_forced: whether the setting was given. Its candidate is then taken even if it is slower or needs more memory.
         moves: function that lists the ops that the pass starts early. If a candidate needs too much memory, the pass is
             tried again without moving some of these ops (None: it is not tried again).
     """
@@ -266,8 +276,8 @@ class TapePass:
     name: str
     does: str
     rewrite: Callable[[Checked, Any], Tapes]
-    tried: tuple[Setting, ...] = (1, 2, 4, 8)
-    chosen: bool = False
+    settings: tuple[Setting, ...] = (1, 2, 4, 8)
+    is_forced: bool = False
     moves: Moves | None = None
 
     @property
@@ -277,8 +287,8 @@ class TapePass:
 
 
 PASSES = {
-    each.name: each
-    for each in (
+    tape_pass.name: tape_pass
+    for tape_pass in (
         TapePass("tile", "computes large layers in tiles, one after the other", tile, ()),
         TapePass("offload", "keeps what is needed later in the host's memory or on the disk", offload, ()),
         TapePass("prefetch", "gathers weights ahead of their use", prefetch, moves=gathers_ahead),
@@ -301,6 +311,6 @@ def find_passes(text: str) -> list[TapePass]:
         UserError: if a name is unknown, or a setting is not one that its pass accepts.
     """
     return [
-        PASSES[name] if setting is None else replace(PASSES[name], tried=(setting,), chosen=True)
+        PASSES[name] if setting is None else replace(PASSES[name], settings=(setting,), is_forced=True)
         for name, setting, _ in named_passes(text)
     ]

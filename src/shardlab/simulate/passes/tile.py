@@ -46,16 +46,16 @@ def tile(checked: Checked, tiles: int) -> Tapes:
         raise CannotApply("no tiles are made of experts, of layers around attention between slices, or of columns")
     if not cut or program.sizes.tiles != tiles:
         raise CannotApply(f"the program was not traced for layers in {tiles} tiles")
-    made = [TiledTape(tape, checked.specs[rank], program) for rank, tape in enumerate(program.tapes)]
-    if not any(each.gathers for each in made):
+    tiled_tapes = [TiledTape(tape, checked.specs[rank], program) for rank, tape in enumerate(program.tapes)]
+    if not any(tiled.gathers for tiled in tiled_tapes):
         raise CannotApply("no layer that can be cut is gathered for its use, so ranks keep these layers whole")
-    return [each.tape for each in made]
+    return [tiled.tape for tiled in tiled_tapes]
 
 
 def _makes_terms(layer: Layer) -> bool:
     """Return whether each slice of a layer computes a term of the result, or logits, from the whole input."""
-    own = any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut
-    return layer.recomputed and not own and not layer.routes and "expert" not in layer.cut
+    takes_own_tokens = any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut
+    return layer.recomputed and not takes_own_tokens and not layer.routes and "expert" not in layer.cut
 
 
 class TiledTape:
@@ -111,14 +111,14 @@ class TiledTape:
 
     def put_forward(self, op: Op) -> None:
         """Append a forward pass: each tile computes a term of the result, or its slice of the logits."""
-        (x, weight), (output, *saved), total = op.inputs, op.outputs, -1
+        (x, weight), (output, *saved_values), total = op.inputs, op.outputs, -1
         for t in self._tiles:
             tile, logits = self._gathered(weight, t), self._is_cut(output)
-            made = self._new_tile(output, t) if logits else self._new()
-            outputs = (made, *(self._new_tile(number, t) for number in saved))
+            partial = self._new_tile(output, t) if logits else self._new()
+            outputs = (partial, *(self._new_tile(number, t) for number in saved_values))
             self.tape.append(op._replace(inputs=(x, tile), outputs=outputs))
             self._release(weight, tile)
-            total = made if logits or not t else self._sum(total, made, output, t)
+            total = partial if logits or not t else self._sum(total, partial, output, t)
 
     def put_backward(self, op: Op) -> None:
         """Append a backward pass: each tile computes a term of the input's gradient.
@@ -126,20 +126,20 @@ class TiledTape:
         In a BACKWARD, it also computes its weight gradient. In a BACKWARD_INPUT, it saves a value for its
         BACKWARD_WEIGHT instead.
         """
-        (x, gradient, weight, saved), total, whole = op.inputs, -1, op.kind is BACKWARD
-        own, output = op.outputs if whole else op.outputs[::-1]
+        (x, gradient, weight, saved_value), total, whole = op.inputs, -1, op.kind is BACKWARD
+        gradient_weight, output = op.outputs if whole else op.outputs[::-1]
         tokens = not self._specs[output].layer  # of tokens there is no gradient to sum
         for t in self._tiles:
-            tile, kept = self._gathered(weight, t), self._new_tile(saved, t)
-            if saved in self._recomputes:
-                self.tape.append(self._recomputes[saved]._replace(inputs=(x, tile), outputs=(kept,)))
-            made, last = self._new_tile(own, t), t == self._tiles[-1]
+            tile, tile_saved = self._gathered(weight, t), self._new_tile(saved_value, t)
+            if saved_value in self._recomputes:
+                self.tape.append(self._recomputes[saved_value]._replace(inputs=(x, tile), outputs=(tile_saved,)))
+            tile_gradient, last = self._new_tile(gradient_weight, t), t == self._tiles[-1]
             term = output if tokens and last else self._new()
-            outputs = (made, term) if whole else (term, made)
-            self.tape.append(op._replace(inputs=(x, self._tile_of(gradient, t), tile, kept), outputs=outputs))
+            outputs = (tile_gradient, term) if whole else (term, tile_gradient)
+            self.tape.append(op._replace(inputs=(x, self._tile_of(gradient, t), tile, tile_saved), outputs=outputs))
             self._release(weight, tile)
             if whole:
-                self._reduce(own, t)
+                self._reduce(gradient_weight, t)
             if tokens and not last:
                 self._free(term)
             total = term if tokens or not t else self._sum(total, term, output, t)
@@ -154,9 +154,9 @@ class TiledTape:
         """Append a norm: the squares of all tiles are summed."""
         total = -1
         for t in self._tiles:
-            made = self._new()
-            self.tape.append(op._replace(inputs=(self._tile_of(op.inputs[0], t),), outputs=(made,)))
-            total = self._sum(total, made, op.outputs[0], t) if t else made
+            tile_norm = self._new()
+            self.tape.append(op._replace(inputs=(self._tile_of(op.inputs[0], t),), outputs=(tile_norm,)))
+            total = self._sum(total, tile_norm, op.outputs[0], t) if t else tile_norm
 
     def put_update(self, op: Op) -> None:
         """Append an update of each tile.
@@ -167,24 +167,24 @@ class TiledTape:
             self.put_each(op)
             return
         gradient, weight, opt_state, *others = op.inputs
-        given = [number for number in others if self._specs[number].kind is Kind.DIRECTION]
-        norm = [number for number in others if number not in given]
-        tiles = self._tiled[given[0]] if given else [self._new() for _ in self._tiles]
-        for t in self._tiles if not given else ():
+        directions = [number for number in others if self._specs[number].kind is Kind.DIRECTION]
+        norm = [number for number in others if number not in directions]
+        tiles = self._tiled[directions[0]] if directions else [self._new() for _ in self._tiles]
+        for t in self._tiles if not directions else ():
             read = (self._tile_of(gradient, t), self._tile_of(opt_state, t), *norm)
             self.tape.append(Op(OpKind.DIRECTION, op.layer, read, (tiles[t],)))
         direction = self._join(tiles, op.layer, self._new())
-        for each in tiles if not given else ():
-            self._free(each)
+        for tile_direction in tiles if not directions else ():
+            self._free(tile_direction)
         self.put_each(op._replace(inputs=(gradient, weight, opt_state, *norm, direction)))
         self._free(direction)
 
     def put_loss(self, op: Op) -> None:
         """Append a loss for the logits of each tile, from statistics of all tiles: those on the tape, or new ones."""
-        logits, *given = op.inputs
-        stats = given[0] if given else self._stats(logits, op.layer, self._new())
+        logits, *given_stats = op.inputs
+        stats = given_stats[0] if given_stats else self._stats(logits, op.layer, self._new())
         self.put_each(op._replace(inputs=(logits, stats)))
-        if not given:
+        if not given_stats:
             self._free(stats)
 
     def put_loss_stats(self, op: Op) -> None:
@@ -237,8 +237,8 @@ class TiledTape:
             if gather.inputs[0] in self._freed:
                 self._free_tiles(gather.inputs[0])
         elif number not in self._reduced:
-            for each in self._tiled.get(number, (number,)):
-                self._free(each)
+            for tile in self._tiled.get(number, (number,)):
+                self._free(tile)
 
     def _free(self, number: int) -> None:
         self.tape.append(Op(FREE, -1, (number,)))
@@ -269,10 +269,10 @@ class TiledTape:
         op = self._deferred_gathers.get(number)
         if op is None:
             return self._tile_of(number, t)
-        source, made = self._gathered(op.inputs[0], t), self._new()
-        self._communicate(op, source, made)
+        source, tile = self._gathered(op.inputs[0], t), self._new()
+        self._communicate(op, source, tile)
         self._release(op.inputs[0], source)
-        return made
+        return tile
 
     def _release(self, number: int, tile: int) -> None:
         """Free a tile of a weight if it was gathered for one use."""
@@ -284,35 +284,35 @@ class TiledTape:
         readers = self._readers[gradient]
         if [op.kind for op in readers] != [REDUCE_SCATTER]:
             return
-        (op,), made = readers, self._new_tile(gradient, t)
-        self._communicate(op, made, self._new_tile(op.outputs[0], t))
-        self._free(made)
+        (op,), tile = readers, self._new_tile(gradient, t)
+        self._communicate(op, tile, self._new_tile(op.outputs[0], t))
+        self._free(tile)
         self._reduced.add(gradient)
         self._awaited[op.handle] = ()
 
-    def _communicate(self, op: Op, given: int, made: int) -> None:
+    def _communicate(self, op: Op, source: int, result: int) -> None:
         """Issue a collective, and wait for it."""
         handle = self._handles
         self._handles += 1
         self.tape += [
-            op._replace(inputs=(given,), outputs=(made,), handle=handle, batch=-1),
+            op._replace(inputs=(source,), outputs=(result,), handle=handle, batch=-1),
             Op(WAIT, -1, handle=handle),
         ]
 
     def _sum(self, total: int, term: int, output: int, t: int) -> int:
         """Add a term to the sum of the terms before it. The last sum gets the number that the tape uses."""
-        made = output if t == self._tiles[-1] else self._new()
-        self.tape.append(Op(ADD, self._specs[output].layer, (total, term), (made,)))
+        result = output if t == self._tiles[-1] else self._new()
+        self.tape.append(Op(ADD, self._specs[output].layer, (total, term), (result,)))
         self._free(total)
         self._free(term)
-        return made
+        return result
 
     def _stats(self, logits: int, layer: int, output: int) -> int:
-        found = [self._new() for _ in self._tiles]
-        self.tape += [Op(LOSS_STATS, layer, (self._tile_of(logits, t),), (found[t],)) for t in self._tiles]
-        self._join(found, layer, output)
-        for each in found:
-            self._free(each)
+        tile_stats = [self._new() for _ in self._tiles]
+        self.tape += [Op(LOSS_STATS, layer, (self._tile_of(logits, t),), (tile_stats[t],)) for t in self._tiles]
+        self._join(tile_stats, layer, output)
+        for number in tile_stats:
+            self._free(number)
         return output
 
     def _join(self, tiles: Sequence[int], layer: int, output: int) -> int:

@@ -117,16 +117,16 @@ class RunErrors:
 
     def distance(self, kind: Kind) -> int:
         """Return the distance of these runs from a kind (0: they are of this kind)."""
-        found = OTHER_MODEL * (self.mixture != kind.mixture)
+        distance = OTHER_MODEL * (self.mixture != kind.mixture)
         if self.recipe != kind.recipe[0]:
-            found += RELATED_RECIPE if self.recipe in kind.recipe else OTHER_RECIPE
+            distance += RELATED_RECIPE if self.recipe in kind.recipe else OTHER_RECIPE
         if self.device != kind.device:
-            found += OTHER_SIZE if _same_chip(self.device, kind.device) else OTHER_DEVICE
+            distance += OTHER_SIZE if _same_chip(self.device, kind.device) else OTHER_DEVICE
         if kind.axes is not None:
-            found += sum(OTHER_AXIS[axis] for axis in kind.axes.symmetric_difference(self.axes))
-        found += OTHER_SWITCH * len(kind.switches.symmetric_difference(self.switches))
+            distance += sum(OTHER_AXIS[axis] for axis in kind.axes.symmetric_difference(self.axes))
+        distance += OTHER_SWITCH * len(kind.switches.symmetric_difference(self.switches))
         long, short = max(self.seq_len, kind.seq_len), min(self.seq_len, kind.seq_len)
-        return found + OTHER_LENGTH * (long >= LONGER * short)
+        return distance + OTHER_LENGTH * (long >= LONGER * short)
 
 
 def _same_chip(one: str, other: str) -> bool:
@@ -229,24 +229,24 @@ def confidences(kind: Kind, cluster: Cluster) -> tuple[Confidence, ...]:
 
 
 @cache
-def confidence(kind: Kind, figure: Figure, without: str = "") -> Confidence:
+def confidence(kind: Kind, figure: Figure, left_out_publisher: str = "") -> Confidence:
     """Return the confidence of the time or the memory of a kind's steps, from the runs of the nearest kinds.
 
     Args:
         kind: the kind.
         figure: "time" or "memory".
-        without: publisher whose runs are left out.
+        left_out_publisher: publisher whose runs are left out.
     """
-    measured = [each for each in measured_runs() if each.publisher != without]
-    near = nearest(measured, kind, figure)
-    errors = [error for each in near for error in each.errors(figure)]
+    runs = [run for run in measured_runs() if run.publisher != left_out_publisher]
+    near = nearest(runs, kind, figure)
+    errors = [error for run in near for error in run.errors(figure)]
     sizes = [abs(error) for error in errors]
-    recipes, devices = _sorted(each.recipe for each in near), _sorted(each.device for each in near)
-    publishers = _sorted(each.publisher for each in near)
-    unmeasured = [*_unmeasured(kind, [each for each in measured if each.errors(figure)], figure)]
+    recipes, devices = _sorted(run.recipe for run in near), _sorted(run.device for run in near)
+    publishers = _sorted(run.publisher for run in near)
+    unmeasured = [*_unmeasured(kind, [run for run in runs if run.errors(figure)], figure)]
     if not unmeasured and len(publishers) == 1:
         unmeasured = [f"only {publishers[0]} measured it"]
-    first = [each for each in first_sight() if each.publisher != without] if unmeasured else []
+    first = [run for run in first_sight() if run.publisher != left_out_publisher] if unmeasured else []
     first = nearest(first, kind, figure)
     return Confidence(
         figure,
@@ -280,49 +280,49 @@ def _first_error(first: Sequence[RunErrors], near: Sequence[RunErrors], kind: Ki
     """
     if not first:
         return 0.0
-    found = mean(abs(error) for each in first for error in each.errors(figure))
-    if any(each.mixture != kind.mixture for each in near):
-        return found
-    return min(found, MOST_TIMES * mean(abs(error) for each in near for error in each.errors(figure)))
+    error_size = mean(abs(error) for run in first for error in run.errors(figure))
+    if any(run.mixture != kind.mixture for run in near):
+        return error_size
+    return min(error_size, MOST_TIMES * mean(abs(error) for run in near for error in run.errors(figure)))
 
 
 def nearest(runs: Iterable[RunErrors], kind: Kind, figure: Figure) -> list[RunErrors]:
     """Return the runs of the nearest kinds, at least `FEW` of them unless that would mix dense models and mixtures."""
-    known = sorted((each for each in runs if each.errors(figure)), key=lambda each: each.distance(kind))
-    found: list[RunErrors] = []
-    for each in known:
-        far = each.distance(kind)
-        if found and far > found[-1].distance(kind):
-            enough = sum(len(one.errors(figure)) for one in found) >= FEW
-            if enough or far >= OTHER_MODEL > found[-1].distance(kind):
+    by_distance = sorted((run for run in runs if run.errors(figure)), key=lambda run: run.distance(kind))
+    near: list[RunErrors] = []
+    for run in by_distance:
+        distance = run.distance(kind)
+        if near and distance > near[-1].distance(kind):
+            has_enough = sum(len(one.errors(figure)) for one in near) >= FEW
+            if has_enough or distance >= OTHER_MODEL > near[-1].distance(kind):
                 break
-        found.append(each)
-    return found
+        near.append(run)
+    return near
 
 
 def _unmeasured(kind: Kind, runs: Sequence[RunErrors], figure: Figure) -> Iterator[str]:
     """Yield, as text, the properties of a step that no run of its recipe has, or that no run has at all."""
-    what = "run" if figure == "time" else "memory"
+    noun = "run" if figure == "time" else "memory"
     recipe = kind.recipe[0]
-    same = [each for each in runs if each.recipe == recipe]
+    of_recipe = [run for run in runs if run.recipe == recipe]
     if recipe == OWN.name:
         yield NEVER_RUN
-    elif not same:
-        yield f"no {what} of {recipe} is known"
-    if not any(_same_chip(each.device, kind.device) for each in runs):
-        yield f"no {what} on {kind.device} is known"
-    elif same and not any(_same_chip(each.device, kind.device) for each in same):
-        yield f"no {what} of {recipe} on {kind.device}"
-    similar = same or runs
-    whose = f" of {recipe}" if same else ""
-    if kind.mixture and not any(each.mixture for each in similar):
-        yield f"no {what}{whose} of a mixture of experts"
-    axes = [axis for axis in AXES if axis in (kind.axes or ()) and not any(axis in each.axes for each in similar)]
+    elif not of_recipe:
+        yield f"no {noun} of {recipe} is known"
+    if not any(_same_chip(run.device, kind.device) for run in runs):
+        yield f"no {noun} on {kind.device} is known"
+    elif of_recipe and not any(_same_chip(run.device, kind.device) for run in of_recipe):
+        yield f"no {noun} of {recipe} on {kind.device}"
+    similar = of_recipe or runs
+    of_recipe_text = f" of {recipe}" if of_recipe else ""
+    if kind.mixture and not any(run.mixture for run in similar):
+        yield f"no {noun}{of_recipe_text} of a mixture of experts"
+    axes = [axis for axis in AXES if axis in (kind.axes or ()) and not any(axis in run.axes for run in similar)]
     if axes and recipe != OWN.name:
-        yield f"no {what}{whose} with {' or '.join(axes)}"
-    longest = max(each.seq_len for each in similar)
+        yield f"no {noun}{of_recipe_text} with {' or '.join(axes)}"
+    longest = max(run.seq_len for run in similar)
     if kind.seq_len >= LONGER * longest and recipe != OWN.name:
-        yield f"no {what}{whose} with sequences of more than {longest:,} tokens"
+        yield f"no {noun}{of_recipe_text} with sequences of more than {longest:,} tokens"
 
 
 NEVER_RUN = f"{OWN.name} has never run on several GPUs"
@@ -353,26 +353,26 @@ def memory_margin(recipe: Recipe, cluster: Cluster, model: Blocks) -> float:
     return max(recipe.memory.margin_bytes, min(MOST_MARGIN, error) * cluster.device.memory)
 
 
-def may_not_fit(found: Sequence[Confidence], total: float, capacity: float) -> str:
+def may_not_fit(confidences: Sequence[Confidence], total: float, capacity: float) -> str:
     """Return a warning if a step leaves less memory free than its expected error ("": it leaves enough).
 
     Args:
-        found: confidence of the step's figures.
+        confidences: confidence of the step's figures.
         total: predicted bytes in use on the fullest device.
         capacity: bytes of the device's memory.
     """
-    error = next((each.error * total for each in found if each.figure == "memory"), 0.0)
+    error = next((bytes.error * total for bytes in confidences if bytes.figure == "memory"), 0.0)
     if total + error <= capacity:
         return ""
-    free, much = (bytes_text(max(0.0, each), 1) for each in (capacity - total, error))
-    return f"may not fit: {free} are free, and the expected error of memory is {much}"
+    free, expected = (bytes_text(max(0.0, bytes), 1) for bytes in (capacity - total, error))
+    return f"may not fit: {free} are free, and the expected error of memory is {expected}"
 
 
-def sure_as_json(found: Sequence[Confidence], doubt: str) -> dict[str, Any]:
+def sure_as_json(confidences: Sequence[Confidence], doubt: str) -> dict[str, Any]:
     """Return the confidence of a step's figures for --json.
 
     Args:
-        found: confidence of its figures.
+        confidences: confidence of its figures.
         doubt: the warning that it may not fit.
     """
-    return {**{each.figure: each.fields() for each in found}, "may_not_fit": doubt}
+    return {**{confidence.figure: confidence.fields() for confidence in confidences}, "may_not_fit": doubt}

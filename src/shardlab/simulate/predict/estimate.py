@@ -52,10 +52,10 @@ class Peak:
         if self.op is None:
             return "a rank without ops"
         part = self.part if not self.part or self.part.startswith("block") else f"the {self.part}"
-        where = f" of {part or f'layer {self.layer}'}" if self.layer >= 0 else ""
+        location = f" of {part or f'layer {self.layer}'}" if self.layer >= 0 else ""
         plural = "es" * (self.microbatches.bit_count() > 1)
         about = f", microbatch{plural} {listed(bits(self.microbatches))}" if self.microbatches else ""
-        return f"{self.op.row.hyphenated}{where}{about}"
+        return f"{self.op.row.hyphenated}{location}{about}"
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,19 @@ class Estimate:
         memory: memory of each row of the program: of a rank, or in a folded program, of the rank that represents its
             stage.
         place: function from a layer to its position in the model as text (None: layers only have numbers).
-        beside: seconds of the step that belong to no op, in which no rank computes.
+        seconds_outside_ops: seconds of the step that belong to no op, in which no rank computes.
     """
 
     traced: Traced = field(repr=False)
     times: Times = field(repr=False)
     memory: list[RankMemory] = field(repr=False)
     place: Callable[[int], str] | None = field(default=None, repr=False)
-    beside: float = 0.0
+    seconds_outside_ops: float = 0.0
 
     @cached_property
     def step(self) -> float:
         """Duration of the step."""
-        return self.times.end + self.beside
+        return self.times.end + self.seconds_outside_ops
 
     @cached_property
     def compute_share(self) -> float:
@@ -130,8 +130,8 @@ class Estimate:
     def peaks(self) -> list[Peak]:
         """Peak of each row's memory."""
         program = self.traced.program
-        found = [peak_of(self.traced, row, memory, rank_of(program, row)) for row, memory in enumerate(self.memory)]
-        return [replace(peak, part=self._part(peak)) for peak in found]
+        peaks = [peak_of(self.traced, row, memory, rank_of(program, row)) for row, memory in enumerate(self.memory)]
+        return [replace(peak, part=self._part(peak)) for peak in peaks]
 
     @property
     def peak(self) -> Peak:
@@ -155,18 +155,18 @@ class Estimate:
 
 
 def estimate(
-    traced: Traced, prices: Prices, kept: Sizes | None = None, place: Callable[[int], str] | None = None
+    traced: Traced, prices: Prices, kept_sizes: Sizes | None = None, place: Callable[[int], str] | None = None
 ) -> Estimate:
     """Replay a traced program in seconds and bytes.
 
     Args:
         traced: the program.
         prices: times of its ops.
-        kept: sizes of values in memory (None: those of the program).
+        kept_sizes: sizes of values in memory (None: those of the program).
         place: function from a layer to its position in the model as text (None: layers only have numbers).
     """
     with gc_paused():
-        return Estimate(traced, Clocks(traced, prices).run(), memory_in_bytes(traced, kept), place)
+        return Estimate(traced, Clocks(traced, prices).run(), memory_in_bytes(traced, kept_sizes), place)
 
 
 def peak_of(traced: Traced, row: int, memory: RankMemory, rank: int) -> Peak:

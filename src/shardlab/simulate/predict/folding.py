@@ -105,9 +105,9 @@ class FoldedRank(Rank):
 
     def specs(self) -> dict[int, Spec]:
         """Return the specs by number of the value, and release the values."""
-        known = {n: value if isinstance(value, Spec) else value.spec for n, value in enumerate(self._values)}
+        specs = {n: value if isinstance(value, Spec) else value.spec for n, value in enumerate(self._values)}
         self._values.clear()  # each refers to this rank; in a cycle they would stay until the garbage collector runs
-        return known
+        return specs
 
 
 class FoldedWorld(World):
@@ -143,9 +143,9 @@ class FoldedCollectives(OpenCollectives):
         self._results: dict[Hashable, Spec] = {}
         sizes = rotation.sizes
         layers = [None, *((layer.nodes, layer.cut) for layer in sizes.signatures), None]
-        around = ((*layers[l : l + 3], l == 0, l == sizes.layers) for l in range(sizes.layers + 1))
+        neighbourhoods = ((*layers[l : l + 3], l == 0, l == sizes.layers) for l in range(sizes.layers + 1))
         classes: dict[Hashable, int] = {}
-        self._alike = [classes.setdefault(each, len(classes)) for each in around]
+        self._layer_class = [classes.setdefault(neighbourhood, len(classes)) for neighbourhood in neighbourhoods]
 
     def issue(self, rank: TracedRank, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         if _all_there(group, self._stride):
@@ -170,19 +170,19 @@ class FoldedCollectives(OpenCollectives):
         form, cells, joined = spec
         layer = form.layer
         apart = _apart(self._rotation.mesh, group)
-        key = (kind, group.axis, apart, self._alike[layer], with_layer(form, 0), cells, joined)
-        made = self._results.get(key)
-        if made is None:
+        key = (kind, group.axis, apart, self._layer_class[layer], with_layer(form, 0), cells, joined)
+        result = self._results.get(key)
+        if result is None:
             if spec.kind in ROW_KINDS:
                 rotated = [self._rotation.rotated(spec, group.axis, by) for by in apart]
-                made = collective_results(Call(kind), rotated, group.ranks, self._rules)[0]
-                assert made is not None, "all members receive"
+                result = collective_results(Call(kind), rotated, group.ranks, self._rules)[0]
+                assert result is not None, "all members receive"
             else:
-                made = self._united(kind, spec, group, len(group.ranks))
+                result = self._united(kind, spec, group, len(group.ranks))
                 if kind is OpKind.REDUCE_SCATTER:
-                    made = scatter_part(spec.about(kind.value), made, len(group.ranks), 0)
-            self._results[key] = made
-        return Spec(with_layer(made[0], layer), made[1], made[2])
+                    result = scatter_part(spec.about(kind.value), result, len(group.ranks), 0)
+            self._results[key] = result
+        return Spec(with_layer(result[0], layer), result[1], result[2])
 
     def _united(self, kind: OpKind, spec: Spec, group: Group, members: int) -> Spec:
         """Return the union of the contributions of the first `members` members of a group.
@@ -210,8 +210,8 @@ class FoldedChannels(Channels):
         self._stride = stride
 
     def post_send(self, rank: TracedRank, value: Value, to: int) -> SendHandle:
-        source, there = _twin(self._rotation.mesh, rank.index, to, self._stride)
-        queue = self._matcher[source, there]
+        source, target = _twin(self._rotation.mesh, rank.index, to, self._stride)
+        queue = self._matcher[source, target]
         handle = queue.join(source)[source] = SendHandle(rank, value, queue)
         if source != rank.index:
             axis, by = _along(self._rotation.mesh, rank.index, to)
@@ -313,8 +313,8 @@ class Rotation:
 
     def _joined(self, joined: tuple[Joined, ...], axis: str, by: int) -> tuple[Joined, ...]:
         """Rotate the pieces from which a value was joined, unless all ranks have equal pieces."""
-        moved = tuple([(self._rows(cells, axis, by), self._joined(inner, axis, by)) for cells, inner in joined])
-        return joined if {cells for cells, _ in moved} == {cells for cells, _ in joined} else moved
+        rotated = tuple([(self._rows(cells, axis, by), self._joined(inner, axis, by)) for cells, inner in joined])
+        return joined if {cells for cells, _ in rotated} == {cells for cells, _ in joined} else rotated
 
     def _row_form(self, spec: Spec, axis: str, by: int) -> Form:
         """Rotate the form of an activation: its pieces of each index, and its term."""
@@ -346,10 +346,12 @@ class Rotation:
         sequence = self.space.sequence
         last = sequence - self.mesh.cp * self.mesh.tp
         ranks = {self._places[slice][0] for slice in range(last, sequence) if kv_done >> slice & 1}
-        moved = {self._neighbour(rank, by, self.plan.ulysses) for rank in ranks}
+        rotated_ranks = {self._neighbour(rank, by, self.plan.ulysses) for rank in ranks}
         first = self._rows(spec.cells, "cp", by)
         lowest = ((first & -first).bit_length() - 1) % sequence
-        return sum(1 << slice for slice in range(sequence) if self._places[slice][0] in moved and slice >= lowest)
+        return sum(
+            1 << slice for slice in range(sequence) if self._places[slice][0] in rotated_ranks and slice >= lowest
+        )
 
     def _rows(self, mask: int, axis: str, by: int, neighbours: int | None = None) -> int:
         """Rotate a bit set over the cells of the batch, which count the slices of each microbatch in order.
@@ -366,11 +368,11 @@ class Rotation:
             return cycled(mask, total, 1, sequence, by) if axis == "tp" and sequence > 1 else mask
         if axis not in ("cp", "tp") or not mask:
             return mask
-        moved = 0
-        for distance, cells in self._distances(axis, by, neighbours or self.plan.ulysses):
-            some = mask & cells
-            moved |= some << distance if distance > 0 else some >> -distance
-        return moved
+        rotated = 0
+        for distance, cells_at_distance in self._distances(axis, by, neighbours or self.plan.ulysses):
+            cells = mask & cells_at_distance
+            rotated |= cells << distance if distance > 0 else cells >> -distance
+        return rotated
 
     def _distances(self, axis: str, by: int, neighbours: int) -> Sequence[tuple[int, int]]:
         """Return how a rotation by `by` ranks along an axis shifts the bits of the batch's cells.
@@ -379,17 +381,17 @@ class Rotation:
             Pairs of a number of bits (negative: to the right) and the mask of the cells that shift by it.
         """
         key = axis, by, neighbours
-        known = self._distances_of.get(key)
-        if known is None:
+        distances = self._distances_of.get(key)
+        if distances is None:
             slices = defaultdict[int, int](int)
             for slice in range(self.space.sequence):
                 slices[self._slice(slice, axis, by, neighbours) - slice] |= 1 << slice
-            known = [
+            distances = [
                 (distance, repeat_pattern(some, self.space.sequence, self.space.cells))
                 for distance, some in slices.items()
             ]
-            self._distances_of[key] = known
-        return known
+            self._distances_of[key] = distances
+        return distances
 
     def _slice(self, slice: int, axis: str, by: int, neighbours: int) -> int:
         """Return the slice of the sequence that corresponds to `slice` on the rank at distance `by`.
@@ -397,11 +399,11 @@ class Rotation:
         The tensor-parallel ranks of a context-parallel rank share its slices in order.
         """
         rank, position = self._places[slice]
-        held = len(self._dealt[rank])
+        slices_per_rank = len(self._dealt[rank])
         if axis == "cp":
             rank = self._neighbour(rank, by, neighbours)
         else:
-            position = (position + by * held // self.mesh.tp) % held
+            position = (position + by * slices_per_rank // self.mesh.tp) % slices_per_rank
         return self._dealt[rank][position]
 
     def _neighbour(self, rank: int, by: int, neighbours: int) -> int:
@@ -426,13 +428,13 @@ class Rotation:
 
     def _summed(self, form: Form, sums: int, axis: str, by: int) -> int:
         """Rotate the contributions to a gradient: one set for each use of a tied weight, or for each expert."""
-        total, moved = self.space.cells, 0
+        total, rotated = self.space.cells, 0
         for place in range(-(-sums.bit_length() // total)):
             cells = sums >> place * total & (1 << total) - 1
             if cells and form.sums:
                 place = self._cycled([index for index, _ in form.sums], 1 << place, axis, by).bit_length() - 1
-            moved |= self._rows(cells, axis, by, neighbours=1) << place * total
-        return moved
+            rotated |= self._rows(cells, axis, by, neighbours=1) << place * total
+        return rotated
 
     def _slices(self, layer: int, holds: Holds, axis: str, by: int) -> Holds:
         """Rotate the slices of a layer's parameters."""
@@ -448,26 +450,26 @@ class Rotation:
     def _scalar(self, holds: Holds, axis: str, by: int) -> Holds:
         """Rotate the parts of a scalar: for each layer, the slices whose squares are in the sum."""
         layers = self.sizes.layers
-        each = holds.of // layers
-        made = Holds(0, holds.of)
+        slices_per_layer = holds.of // layers
+        rotated = Holds(0, holds.of)
         for order in set(self._orders):
-            some = Holds(holds.mask & self._bits_of_layers(order, each), holds.of)
-            if axis in order and some.mask:
+            part = Holds(holds.mask & self._bits_of_layers(order, slices_per_layer), holds.of)
+            if axis in order and part.mask:
                 outer, size = self._digit(order, axis)
-                of = layers * math.lcm(each, outer)
-                some = Holds(cycled(some.refined(of).mask, of, of // layers // outer, size, by), of)
-            of = math.lcm(made.of, some.of)
-            made = Holds(made.refined(of).mask | some.refined(of).mask, of)
-        return made
+                of = layers * math.lcm(slices_per_layer, outer)
+                part = Holds(cycled(part.refined(of).mask, of, of // layers // outer, size, by), of)
+            of = math.lcm(rotated.of, part.of)
+            rotated = Holds(rotated.refined(of).mask | part.refined(of).mask, of)
+        return rotated
 
-    def _bits_of_layers(self, order: tuple[str, ...], each: int) -> int:
-        """Return the bits of the layers whose parameters these axes cut, with `each` bits for each layer."""
-        known = self._layer_bits.get((order, each))
-        if known is None:
-            ones = (1 << each) - 1
-            known = sum(ones << layer * each for layer, cuts in enumerate(self._orders) if cuts == order)
-            self._layer_bits[order, each] = known
-        return known
+    def _bits_of_layers(self, order: tuple[str, ...], slices_per_layer: int) -> int:
+        """Return the bits of the layers whose parameters these axes cut, with `slices_per_layer` bits each."""
+        bits = self._layer_bits.get((order, slices_per_layer))
+        if bits is None:
+            ones = (1 << slices_per_layer) - 1
+            bits = sum(ones << layer * slices_per_layer for layer, cuts in enumerate(self._orders) if cuts == order)
+            self._layer_bits[order, slices_per_layer] = bits
+        return bits
 
     @cached_property
     def _orders(self) -> list[tuple[str, ...]]:

@@ -55,12 +55,12 @@ def forecast(workload: Workload) -> Forecast:
     assert isinstance(plan, Plan), "a program of its own is replayed whole, by `Workload.estimate`"
     workload.require()
     with gc_paused():
-        each, rest = divmod(workload.microbatches, plan.data_ranks)
-        few, more = (each, 0) if rest else microbatches_to_replay(plan, each)
-        replayed = CompressedReplay(workload, few) if can_compress(workload) else partial(_replay_every_op, workload)
-        seconds, peaks = replayed(few + more)
-        if few < each:
-            seconds = extrapolate(replayed(few, peaks=False)[0], seconds, (each - few) / more)
+        microbatches, remainder = divmod(workload.microbatches, plan.data_ranks)
+        replayed, period = (microbatches, 0) if remainder else microbatches_to_replay(plan, microbatches)
+        replay = CompressedReplay(workload, replayed) if can_compress(workload) else partial(_replay_every_op, workload)
+        seconds, peaks = replay(replayed + period)
+        if replayed < microbatches:
+            seconds = extrapolate(replay(replayed, peaks=False)[0], seconds, (microbatches - replayed) / period)
         return Forecast(seconds, peaks, device_memory(workload, peaks))
 
 
@@ -103,19 +103,19 @@ def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
     """
     if not isinstance(workload.plan, Plan) or workload.pass_names != "none":
         return []
-    recipe, found = workload.recipe, list[SwitchEffect]()
+    recipe, effects = workload.recipe, list[SwitchEffect]()
     for name, value, other in variants(recipe):
         if (other.kernels, other.overlap, other.memory) == (recipe.kernels, recipe.overlap, recipe.memory):
             continue
         time = forecast(replace(workload, recipe=other)).seconds / seconds - 1
         if abs(time) >= LEAST_EFFECT:
-            found.append(SwitchEffect(name, value, recipe.switches[name].value, time))
-    return sorted(found, key=lambda each: -abs(each.time))
+            effects.append(SwitchEffect(name, value, recipe.switches[name].value, time))
+    return sorted(effects, key=lambda effect: -abs(effect.time))
 
 
-def _replay_every_op(workload: Workload, each: int, *, peaks: bool = True) -> Replayed:
-    """Replay every op of a step with `each` microbatches for each data-parallel rank."""
-    estimate = with_microbatches(workload, each).estimate()
+def _replay_every_op(workload: Workload, microbatches: int, *, peaks: bool = True) -> Replayed:
+    """Replay every op of a step with `microbatches` microbatches for each data-parallel rank."""
+    estimate = with_microbatches(workload, microbatches).estimate()
     return estimate.step, estimate.peaks if peaks else ()
 
 
@@ -128,13 +128,15 @@ def can_compress(workload: Workload) -> bool:
     """
     plan, cluster = workload.plan, workload.cluster
     assert isinstance(plan, Plan)
-    each = plan.mesh.world // plan.mesh.pp
-    alike = plan.mesh.pp == 1 or each % cluster.per_node == 0 or cluster.per_node % each == 0
-    hides = plan.context == "ring" and plan.mesh.cp > plan.ulysses
-    several = plan.counted_recompute is not None and plan.counted_recompute[0] == "uniform"
-    if workload.pass_names != "none" or plan.freeze or several:
+    ranks_per_stage = plan.mesh.world // plan.mesh.pp
+    equal_stages = (
+        plan.mesh.pp == 1 or ranks_per_stage % cluster.per_node == 0 or cluster.per_node % ranks_per_stage == 0
+    )
+    overlaps = plan.context == "ring" and plan.mesh.cp > plan.ulysses
+    joined_blocks = plan.counted_recompute is not None and plan.counted_recompute[0] == "uniform"
+    if workload.pass_names != "none" or plan.freeze or joined_blocks:
         return False
-    return (alike or cluster.profile is not None) and not (hides and workload.cluster.lag.most)
+    return (equal_stages or cluster.profile is not None) and not (overlaps and workload.cluster.lag.most)
 
 
 class CompressedReplay:
@@ -149,9 +151,9 @@ class CompressedReplay:
         kinds: kinds of ranks, each with the steps that were computed for it.
     """
 
-    def __init__(self, workload: Workload, each: int) -> None:
-        self._workload, self._each = workload, each
-        self._beside = workload.beside
+    def __init__(self, workload: Workload, microbatches: int) -> None:
+        self._workload, self._microbatches = workload, microbatches
+        self._outside_ops = workload.seconds_outside_ops
         self._shorten(0)
 
     def _shorten(self, attempt: int) -> None:
@@ -159,14 +161,14 @@ class CompressedReplay:
         self._attempt = attempt
         model = shorten(self._workload, EXTRA_BLOCKS[attempt])
         plan, mesh = model.plan, model.plan.mesh
-        microbatches = self._each * plan.data_ranks
+        microbatches = self._microbatches * plan.data_ranks
         self._plan, self._units = plan, model_layers(model.sizes).pipeline_units
         steps = plan.steps(self._units, microbatches)
         step_types = {type(step) for step in steps.of_ranks[0]}
         if model.gaps and step_types & {Unshard, Reshard, ReduceGrad}:
             self._shorten(len(EXTRA_BLOCKS) - 1)
             return
-        self._sample = PricedSample(self._workload, step_types, model.alike)
+        self._sample = PricedSample(self._workload, step_types, model.sample_layer)
         self._compressor = StepCompressor(self._sample, model)
         self.kinds = self._compressor.kinds
         self._ranks: list[PipelineRank] = []
@@ -175,27 +177,27 @@ class CompressedReplay:
             resolved = partial(resolve, plan, model.sizes, microbatches, number)
             self._ranks.append(self._compressor.rank(stages, place, number, resolved))
 
-    def __call__(self, each: int, *, peaks: bool = True) -> Replayed:
-        steps = self._compress(each)
+    def __call__(self, microbatches: int, *, peaks: bool = True) -> Replayed:
+        steps = self._compress(microbatches)
         seconds = step_seconds(self._rows(steps), self._sample.prices.contention, self._sample.prices.lag)
         ranks = zip(self._ranks, steps, strict=True) if peaks else ()
-        return seconds + self._beside, [self._compressor.peak(*each) for each in ranks]
+        return seconds + self._outside_ops, [self._compressor.peak(*microbatches) for microbatches in ranks]
 
-    def parts(self, each: int) -> dict[str, float]:
+    def parts(self, microbatches: int) -> dict[str, float]:
         """Return the seconds of the step by part, as `Estimate.parts` does."""
-        rows = self._rows(self._compress(each))
+        rows = self._rows(self._compress(microbatches))
         end, computing, exposed = row_parts(rows, self._sample.prices.contention, self._sample.prices.lag)
         parts = {awaited_text(awaited): seconds / len(rows) for awaited, seconds in exposed.items()}
         parts[COMPUTE] = computing / len(rows)
-        return {**parts, IDLE: max(0.0, end + self._beside - sum(parts.values()))}
+        return {**parts, IDLE: max(0.0, end + self._outside_ops - sum(parts.values()))}
 
     def _rows(self, steps: Sequence[Sequence[CompressedStep]]) -> list[Row]:
-        return [self._compressor.row(*each) for each in zip(self._ranks, steps, strict=True)]
+        return [self._compressor.row(*rank_steps) for rank_steps in zip(self._ranks, steps, strict=True)]
 
-    def _compress(self, each: int) -> list[list[CompressedStep]]:
+    def _compress(self, microbatches: int) -> list[list[CompressedStep]]:
         """Return the compressed steps of each pipeline rank. If they are not periodic, try a model with more blocks."""
         while True:
-            schedule = self._plan.steps(self._units, each * self._plan.data_ranks).of_ranks
+            schedule = self._plan.steps(self._units, microbatches * self._plan.data_ranks).of_ranks
             ranks = zip(self._ranks, schedule, strict=True)
             try:
                 return [self._compressor.compress(rank, steps) for rank, steps in ranks]
@@ -210,10 +212,10 @@ STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-hal
 """Schedules that are periodic once the pipeline is full, with constant memory from then on."""
 
 
-def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
+def microbatches_to_replay(plan: Plan, microbatches: int) -> tuple[int, int]:
     """Return the number of microbatches to replay, and the number of additional ones for a second replay.
 
-    If two replays would save little work, the result is (`each`, 0).
+    If two replays would save little work, the result is (`microbatches`, 0).
 
     Once its pipeline is full, a schedule is periodic, so each further period takes as long as the last one. Messages
     wait for their receives, so the period of a pipeline of n ranks is n microbatches, and 2 n if it is interleaved. The
@@ -225,15 +227,15 @@ def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
 
     Args:
         plan: the plan.
-        each: microbatches of each data-parallel rank.
+        microbatches: microbatches of each data-parallel rank.
     """
     ranks, schedule = plan.mesh.pp, plan.schedule_name
     if schedule not in STEADY_SCHEDULES:
-        return each, 0
-    full = max(2, (3 if schedule.startswith(("zb", "v-", "dualpipe")) else 1) * ranks)
-    more = 2 * ranks if schedule == "interleaved-1f1b" else ranks
-    few = full + (each - full) % more
-    return (few, more) if 2 * few + more < each else (each, 0)
+        return microbatches, 0
+    until_full = max(2, (3 if schedule.startswith(("zb", "v-", "dualpipe")) else 1) * ranks)
+    period = 2 * ranks if schedule == "interleaved-1f1b" else ranks
+    replayed = until_full + (microbatches - until_full) % period
+    return (replayed, period) if 2 * replayed + period < microbatches else (microbatches, 0)
 
 
 def step_to_trace(workload: Workload) -> Workload:
@@ -244,12 +246,12 @@ def step_to_trace(workload: Workload) -> Workload:
     plan = workload.plan
     if not isinstance(plan, Plan) or workload.pass_names != "none":
         return workload
-    each, few = workload.microbatches // plan.data_ranks, 2 * plan.mesh.pp
-    if each <= LONG * few or max_ops(MAX_FOLDED_OPS) != MAX_FOLDED_OPS:
+    microbatches, short_microbatches = workload.microbatches // plan.data_ranks, 2 * plan.mesh.pp
+    if microbatches <= LONG * short_microbatches or max_ops(MAX_FOLDED_OPS) != MAX_FOLDED_OPS:
         return workload
-    short, longer = (replace(workload, microbatches=times * few * plan.data_ranks) for times in (1, 2))
+    short, longer = (replace(workload, microbatches=times * short_microbatches * plan.data_ranks) for times in (1, 2))
     first, second = (sum(map(len, step.traced.program.tapes)) for step in (short, longer))
-    return short if extrapolate(first, second, each / few - 1) > MAX_FOLDED_OPS else workload
+    return short if extrapolate(first, second, microbatches / short_microbatches - 1) > MAX_FOLDED_OPS else workload
 
 
 LONG = 4
@@ -267,9 +269,9 @@ def step_parts(workload: Workload) -> dict[str, float]:
     workload.require()
     if can_compress(workload):
         with gc_paused():
-            few, _ = microbatches_to_replay(plan, workload.microbatches // plan.data_ranks)
-            return extrapolate_parts(workload, CompressedReplay(workload, few).parts)
-    return extrapolate_parts(workload, lambda each: with_microbatches(workload, each).estimate().parts)
+            replayed, _ = microbatches_to_replay(plan, workload.microbatches // plan.data_ranks)
+            return extrapolate_parts(workload, CompressedReplay(workload, replayed).parts)
+    return extrapolate_parts(workload, lambda microbatches: with_microbatches(workload, microbatches).estimate().parts)
 
 
 def extrapolate_parts(workload: Workload, parts: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
@@ -281,21 +283,21 @@ def extrapolate_parts(workload: Workload, parts: Callable[[int], Mapping[str, fl
     """
     plan = workload.plan
     assert isinstance(plan, Plan), "programs of their own are not planned"
-    each = workload.microbatches // plan.data_ranks
-    few, more = microbatches_to_replay(plan, each)
-    seconds = dict(parts(few))
-    if few < each:
-        longer, times = parts(few + more), (each - few) / more
+    microbatches = workload.microbatches // plan.data_ranks
+    replayed, period = microbatches_to_replay(plan, microbatches)
+    seconds = dict(parts(replayed))
+    if replayed < microbatches:
+        longer, times = parts(replayed + period), (microbatches - replayed) / period
         names = {*seconds, *longer}
         seconds = {name: extrapolate(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
     # rounded, so that parts that are equal but for rounding are sorted by name
     return dict(sorted(seconds.items(), key=lambda part: (-float(f"{part[1]:.9g}"), part[0])))
 
 
-def with_microbatches(workload: Workload, each: int) -> Workload:
+def with_microbatches(workload: Workload, per_rank: int) -> Workload:
     """Return a workload with another number of microbatches for each data-parallel rank."""
     assert isinstance(workload.plan, Plan), "programs of their own are not planned"
-    return replace(workload, microbatches=each * workload.plan.data_ranks)
+    return replace(workload, microbatches=per_rank * workload.plan.data_ranks)
 
 
 def extrapolate(first: float, second: float, times: float) -> float:

@@ -41,11 +41,11 @@ def broken_limit(step: Workload) -> str:
     plan, name, can = step.plan, step.recipe.name, step.recipe.can_run
     if not isinstance(plan, Plan):
         return ""
-    each = max(1, step.microbatches // plan.data_ranks)
+    microbatches = max(1, step.microbatches // plan.data_ranks)
     limits = (
         *_axes(plan, name, can),
         *_sharding(plan, name, can),
-        *_pipeline(plan, name, can, each, step.model),
+        *_pipeline(plan, name, can, microbatches, step.model),
         *_stages(plan, step.recipe, step.model),
         *_activations(plan, name, can, step),
     )
@@ -61,7 +61,7 @@ def _axes(plan: Plan, name: str, can: CanRun) -> Iterator[str]:
         cuts = "cut sequences" if always else "do not cut sequences"
         yield f"{name}'s tensor-parallel ranks {cuts}; give --{flag if always else f'no-{flag}'}"
     if plan.mesh.cp > 1 and can.context and (context := context_kind(plan)) not in can.context:
-        words = " or ".join(each for each in can.context if "+" not in each)
+        words = " or ".join(kind for kind in can.context if "+" not in kind)
         yield f"{name} has no context parallelism by {context}; give --context {words}"
 
 
@@ -75,19 +75,25 @@ def _sharding(plan: Plan, name: str, can: CanRun) -> Iterator[str]:
         )
     shares = _data_ranks(plan) > 1
     if shares and stage not in (stages := can.stages_of_zero(pp)):
-        where = " with a pipeline" if stage in can.stages_of_zero(1) else ""
-        known = " and ".join(map(str, stages))
-        words = " or ".join(SHARED[each] for each in stages)
-        yield (f"{name} has ZeRO {known}{where}, and this plan is ZeRO-{stage}; let data-parallel ranks share {words}")
+        with_pipeline = " with a pipeline" if stage in can.stages_of_zero(1) else ""
+        stage_numbers = " and ".join(map(str, stages))
+        words = " or ".join(SHARED[number] for number in stages)
+        yield (
+            f"{name} has ZeRO {stage_numbers}{with_pipeline}, and this plan is ZeRO-{stage}; "
+            f"let data-parallel ranks share {words}"
+        )
     if replicas and stage not in can.replicated_zero_stages:
         yield (
             f"{name} has no replicas of the shards of ZeRO-{stage}, and this plan has {replicas} of them; let all "
             "data-parallel ranks share it"
         )
-    cut, wide = plan.shard_parameters or plan.shard_gradients, set(plan.shard_optimizer)
-    together = can.state_over_replicas == "with gradients" and wide == set(plan.shard_gradients)
-    if cut and can.state_over_replicas and wide != set(cut) and not together:
-        axes, or_more = " ".join(cut), "" if can.state_over_replicas == "never" else ", or --shard-gradients the same"
+    shard_axes, optimizer_axes = plan.shard_parameters or plan.shard_gradients, set(plan.shard_optimizer)
+    with_gradients = can.state_over_replicas == "with gradients" and optimizer_axes == set(plan.shard_gradients)
+    if shard_axes and can.state_over_replicas and optimizer_axes != set(shard_axes) and not with_gradients:
+        axes, or_more = (
+            " ".join(shard_axes),
+            "" if can.state_over_replicas == "never" else ", or --shard-gradients the same",
+        )
         yield (
             f"{name} cuts the optimizer's state over the axes of what it belongs to; give --shard-optimizer "
             f"{axes}{or_more}"
@@ -102,43 +108,48 @@ def _sharding(plan: Plan, name: str, can: CanRun) -> Iterator[str]:
             )
     if can.gradients_with_pp == "whole" and pp > 1 and stage == 3 and plan.shard_gradients:
         yield f"{name} keeps a pipeline's gradients whole, and reduces them once a step; leave out --shard-gradients"
-    ways = can.reshards(pp)
-    if stage == 3 and ways and plan.reshard_after not in ways:
-        yield f"{name} does not free gathered weights after each {plan.reshard_after}; give --reshard-after {ways[0]}"
+    reshard_modes = can.reshards(pp)
+    if stage == 3 and reshard_modes and plan.reshard_after not in reshard_modes:
+        yield (
+            f"{name} does not free gathered weights after each {plan.reshard_after}; "
+            f"give --reshard-after {reshard_modes[0]}"
+        )
 
 
-def _pipeline(plan: Plan, name: str, can: CanRun, each: int, model: Blocks) -> Iterator[str]:
+def _pipeline(plan: Plan, name: str, can: CanRun, microbatches: int, model: Blocks) -> Iterator[str]:
     pp, schedule = plan.mesh.pp, plan.schedule_name
     if pp == 1:
         return
     if can.schedules and schedule not in can.schedules:
         yield f"{name} has no pipeline schedule {schedule}; give {' or '.join(can.schedules)}"
-    if pp < (least := can.pipeline_ranks.get(schedule, 1)):
-        yield f"{name}'s {schedule} needs at least {least} pipeline ranks; give --pp {least}, or another schedule"
+    if pp < (min_ranks := can.pipeline_ranks.get(schedule, 1)):
+        yield (
+            f"{name}'s {schedule} needs at least {min_ranks} pipeline ranks; give --pp {min_ranks}, or another schedule"
+        )
     for condition in can.microbatches.get(schedule, ()):
-        number, multiple = _condition(condition, plan, each, model)
-        if (each % number if multiple else each < number) != 0:
+        number, multiple = _condition(condition, plan, microbatches, model)
+        if (microbatches % number if multiple else microbatches < number) != 0:
             text = f"a multiple of {number}" if multiple else f"at least {number}"
             yield (
                 f"{name}'s {schedule} needs {condition} microbatches; with pp {pp} give {text} to each data-parallel "
-                f"rank, not {each}"
+                f"rank, not {microbatches}"
             )
 
 
-def _condition(text: str, plan: Plan, each: int, model: Blocks) -> tuple[int, bool]:
+def _condition(text: str, plan: Plan, microbatches: int, model: Blocks) -> tuple[int, bool]:
     """Return the number in a condition on microbatches, and whether it reads "multiple of" rather than "at least"."""
     pp = plan.mesh.pp
     stages = pp * plan.stages_on_rank(model.layers) if text.endswith("stages") else 0
-    known = {
+    conditions = {
         "at least pp - 1": (pp - 1, False),
         "at least pp": (pp, False),
         "at least stages": (stages, False),
         "multiple of pp": (pp, True),
-        "multiple of rounds": (max(1, each // pp), True),
+        "multiple of rounds": (max(1, microbatches // pp), True),
     }
-    if text not in known:
-        raise UserError(f"a recipe's can_run.microbatches has {text!r}; give one of {', '.join(known)}")
-    return known[text]
+    if text not in conditions:
+        raise UserError(f"a recipe's can_run.microbatches has {text!r}; give one of {', '.join(conditions)}")
+    return conditions[text]
 
 
 def _stages(plan: Plan, recipe: Recipe, model: Blocks) -> Iterator[str]:
@@ -162,16 +173,18 @@ def _stages(plan: Plan, recipe: Recipe, model: Blocks) -> Iterator[str]:
 
 def _activations(plan: Plan, name: str, can: CanRun, step: Workload) -> Iterator[str]:
     if not can.recomputes(kind := recompute_kind(plan)):
-        modes = ", ".join(f"{each}-N" if each in BLOCKS_RECOMPUTED[:3] else each for each in can.recompute)
-        what = "blocks by number" if kind == "blocks" else f"recomputation {plan.recompute}"
-        yield f"{name} has no {what}; give --recompute {modes}"
+        modes = ", ".join(f"{mode}-N" if mode in BLOCKS_RECOMPUTED[:3] else mode for mode in can.recompute)
+        recomputation = "blocks by number" if kind == "blocks" else f"recomputation {plan.recompute}"
+        yield f"{name} has no {recomputation}; give --recompute {modes}"
     if "mla_up_proj" in modules_of(kind) and getattr(step.model, "kv_rank", None) is None:
         yield f"{name} recomputes mla_up_proj of latent attention alone, which this model lacks; leave it out"
     computed = step.precision.name.removesuffix(WIDE)
     if can.precisions and computed not in can.precisions:
         yield f"{name} does not train in {computed}; give --precision {' or '.join(can.precisions)}"
-    moved = {word for each in re.findall(r"offload=([^,]+)", step.pass_names) for word in re.findall(r"(\w+):", each)}
-    if can.offload and (wrong := sorted(moved.difference(can.offload))):
+    offloaded = {
+        word for mode in re.findall(r"offload=([^,]+)", step.pass_names) for word in re.findall(r"(\w+):", mode)
+    }
+    if can.offload and (wrong := sorted(offloaded.difference(can.offload))):
         yield f"{name} does not offload {wrong[0]}; give {' or '.join(can.offload)}, or leave out --offload"
 
 

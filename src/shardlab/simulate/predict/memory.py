@@ -123,14 +123,18 @@ def model_state(
         recipe: the recipe, which sets the bytes of a parameter.
         optimizer: the optimizer, which sets the size of the state.
     """
-    sizes, kept = plan.mesh.sizes(), recipe.memory.state_precision(precision, plan)
-    gradient = recipe.memory.held_gradient_bytes(kept.bytes(Kind.GRAD_WEIGHT))
-    each = kept.bytes(Kind.WEIGHT), gradient, kept.with_optimizer(optimizer).optimizer
-    shared = plan.shard_parameters, plan.shard_gradients, plan.shard_optimizer
+    sizes, precision_in_memory = plan.mesh.sizes(), recipe.memory.state_precision(precision, plan)
+    gradient = recipe.memory.held_gradient_bytes(precision_in_memory.bytes(Kind.GRAD_WEIGHT))
+    bytes_per_element = (
+        precision_in_memory.bytes(Kind.WEIGHT),
+        gradient,
+        precision_in_memory.with_optimizer(optimizer).optimizer,
+    )
+    axes_of_parts = plan.shard_parameters, plan.shard_gradients, plan.shard_optimizer
     return ModelState(
         *(
             bytes * parameters / math.prod(sizes[axis] for axis in axes)
-            for bytes, axes in zip(each, shared, strict=True)
+            for bytes, axes in zip(bytes_per_element, axes_of_parts, strict=True)
         )
     )
 
@@ -154,23 +158,23 @@ def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> 
     recipe, capacity, on_gpu = inputs.recipe.memory, inputs.cluster.device.memory, not inputs.cluster.on_cpu
     peaks = _untimed_peaks(inputs) if peaks is None else peaks
     streams = recipe.stream_memory and on_gpu
-    each = [peak.bytes + standing_bytes(inputs, peak, streams=streams) for peak in peaks]
-    used = allocated = max(each)
+    peak_bytes = [peak.bytes + standing_bytes(inputs, peak, streams=streams) for peak in peaks]
+    used = allocated = max(peak_bytes)
     if streams:
-        used = max(bytes + stream_bytes(inputs, peak) for bytes, peak in zip(each, peaks, strict=True))
+        used = max(bytes + stream_bytes(inputs, peak) for bytes, peak in zip(peak_bytes, peaks, strict=True))
     factor = recipe.reserved if on_gpu else 1.0
-    with_gathers = [factor * bytes + gather_bytes(inputs, peak) for bytes, peak in zip(each, peaks, strict=True)]
+    with_gathers = [factor * bytes + gather_bytes(inputs, peak) for bytes, peak in zip(peak_bytes, peaks, strict=True)]
     slack, context = (factor - 1) * used, on_gpu * recipe.context_bytes
-    held = recipe.tp_context_bytes if on_gpu and inputs.mesh.tp > 1 else 0.0
-    needed = used + recipe.kept_when_full * (slack + held) + context
+    tp_context = recipe.tp_context_bytes if on_gpu and inputs.mesh.tp > 1 else 0.0
+    needed = used + recipe.kept_when_full * (slack + tp_context) + context
     unlimited = max(used + slack, *with_gathers)
-    most = capacity - context if needed <= capacity else math.inf
-    reserved, first = min(unlimited, most), min(with_gathers[0], most)
-    safe = unlimited + held + context + memory_margin(inputs.recipe, inputs.cluster, inputs.model) <= capacity
-    logged = (each[0], first) if recipe.logs_first_rank else (allocated, reserved)
-    whole = unlimited + held + context
-    total = min(reserved + held + context, max(reserved + context, capacity))
-    return DeviceMemory(allocated, reserved, total, whole, needed, capacity, safe, *logged)
+    limit = capacity - context if needed <= capacity else math.inf
+    reserved, first_reserved = min(unlimited, limit), min(with_gathers[0], limit)
+    safe = unlimited + tp_context + context + memory_margin(inputs.recipe, inputs.cluster, inputs.model) <= capacity
+    logged = (peak_bytes[0], first_reserved) if recipe.logs_first_rank else (allocated, reserved)
+    unlimited_total = unlimited + tp_context + context
+    total = min(reserved + tp_context + context, max(reserved + context, capacity))
+    return DeviceMemory(allocated, reserved, total, unlimited_total, needed, capacity, safe, *logged)
 
 
 def uncounted_memory(inputs: MemoryInputs) -> str:
@@ -205,9 +209,11 @@ def gradient_buffer_bytes(inputs: MemoryInputs, peak: Peak) -> float:
     if _shards(inputs, Kind.GRAD_WEIGHT) or _shards(inputs, Kind.WEIGHT):
         return 0.0
     precision = inputs.precision
-    each = inputs.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT)) / precision.bytes(Kind.WEIGHT)
-    whole = each * peak.by_category[Category.PARAMETERS.value]
-    return max(0.0, whole - peak.by_category[Category.GRADIENTS.value])
+    bytes_ratio = inputs.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT)) / precision.bytes(
+        Kind.WEIGHT
+    )
+    buffer = bytes_ratio * peak.by_category[Category.PARAMETERS.value]
+    return max(0.0, buffer - peak.by_category[Category.GRADIENTS.value])
 
 
 def gather_bytes(inputs: MemoryInputs, peak: Peak) -> float:
@@ -219,9 +225,9 @@ def gather_bytes(inputs: MemoryInputs, peak: Peak) -> float:
     stage = mesh.coordinate(peak.rank, "pp")
     layers = plan.layers_per_stage or (1,) * mesh.pp
     blocks = model.layers * sum(layers[stage :: mesh.pp]) / sum(layers)
-    each = min(inputs.microbatches // plan.data_ranks, mesh.pp - stage)
+    microbatches_held = min(inputs.microbatches // plan.data_ranks, mesh.pp - stage)
     gathered = inputs.micro_batch_size * model.seq_len / mesh.cp * model.hidden_size * (1 - 1 / mesh.tp)
-    return copies * blocks * each * gathered * inputs.precision.bytes(Kind.ACTIVATION)
+    return copies * blocks * microbatches_held * gathered * inputs.precision.bytes(Kind.ACTIVATION)
 
 
 def standing_bytes(inputs: MemoryInputs, peak: Peak, *, streams: bool) -> float:
@@ -245,11 +251,11 @@ def _is_last_stage(inputs: MemoryInputs, peak: Peak) -> bool:
 def router_graph_bytes(inputs: MemoryInputs) -> float:
     """Return the bytes that graphs of recomputed blocks hold until the next step, for all blocks of a rank but one."""
     plan, model, mesh = inputs.plan, inputs.model, inputs.mesh
-    each = inputs.recipe.memory.router_graph_bytes
-    if not each or not isinstance(model, MoE) or not isinstance(plan, Plan) or plan.recompute == "none":
+    bytes_per_element = inputs.recipe.memory.router_graph_bytes
+    if not bytes_per_element or not isinstance(model, MoE) or not isinstance(plan, Plan) or plan.recompute == "none":
         return 0.0
     tokens = inputs.micro_batch_size * model.seq_len / mesh.cp / (mesh.tp if plan.sequence_parallel else 1)
-    return each * max(0.0, model.layers / mesh.pp - 1) * tokens * model.hidden_size
+    return bytes_per_element * max(0.0, model.layers / mesh.pp - 1) * tokens * model.hidden_size
 
 
 def stream_bytes(inputs: MemoryInputs, peak: Peak) -> float:
@@ -275,17 +281,17 @@ def _message_buffer_bytes(inputs: MemoryInputs, *, last: bool) -> float:
     them at the end of the step.
     """
     plan, mesh, model = inputs.plan, inputs.mesh, inputs.model
-    each = inputs.microbatches / math.prod(mesh.sizes()[axis] for axis in BATCH_AXES)
+    microbatches = inputs.microbatches / math.prod(mesh.sizes()[axis] for axis in BATCH_AXES)
     sliced, stages = False, 1
     if isinstance(plan, Plan):
         sliced = plan.sequence_parallel
         stages = plan.stages_on_rank(model_layers(inputs.sizes).pipeline_units)
     tokens = inputs.micro_batch_size * model.seq_len / mesh.cp
     residual = tokens * model.hidden_size / (mesh.tp if sliced else 1)
-    whole = inputs.recipe.memory.gathers_logits or inputs.recipe.kernels.whole_piped_head
-    logits = tokens * model.vocab_size / (1 if whole else mesh.tp)
+    whole_logits = inputs.recipe.memory.gathers_logits or inputs.recipe.kernels.whole_piped_head
+    logits = tokens * model.vocab_size / (1 if whole_logits else mesh.tp)
     elements = 2 * stages * residual + last * 2 * logits
-    return each * elements * inputs.precision.bytes(Kind.ACTIVATION)
+    return microbatches * elements * inputs.precision.bytes(Kind.ACTIVATION)
 
 
 def _shards(inputs: MemoryInputs, kind: Kind) -> bool:

@@ -54,8 +54,8 @@ class Change:
             return self.workload
         if plan.schedule in ALL_AT_ONCE:
             return self.workload
-        each = microbatches // plan.data_ranks
-        return replace(self.workload, microbatches=plan.data_ranks * min(each, 4 * plan.mesh.pp))
+        per_rank = microbatches // plan.data_ranks
+        return replace(self.workload, microbatches=plan.data_ranks * min(per_rank, 4 * plan.mesh.pp))
 
 
 def accumulating(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
@@ -73,38 +73,38 @@ def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]
         whole: the model of the suggested plans (None: the workload's model).
     """
     plan = workload.plan
-    smaller = f"a smaller batch, --micro-batch-size 1 --microbatches {workload.microbatches},"
+    flags_of_smaller = f"a smaller batch, --micro-batch-size 1 --microbatches {workload.microbatches},"
     if isinstance(plan, Plan):
-        yield from _here(workload, plan)
+        yield from _on_same_mesh(workload, plan)
         yield from _on_idle_devices(workload)
         if workload.micro_batch_size > 1:
-            few = replace(workload, micro_batch_size=1)
-            yield Change(smaller, few)
-            yield from _prefixed(smaller.removesuffix(","), _of_plan(few, plan), ",")
+            smaller = replace(workload, micro_batch_size=1)
+            yield Change(flags_of_smaller, smaller)
+            yield from _prefixed(flags_of_smaller.removesuffix(","), _of_plan(smaller, plan), ",")
         return
-    few = _in_small_microbatches(workload)
-    if few is not None and plan.world == 1:
-        flags = _rows_flags(few)
-        yield Change(f"grad-accum {flags}", replace(few, trace=accumulating))
+    smaller = _in_small_microbatches(workload)
+    if smaller is not None and plan.world == 1:
+        flags = _rows_flags(smaller)
+        yield Change(f"grad-accum {flags}", replace(smaller, trace=accumulating))
     like_it = replace(workload, plan=Plan(plan), model=whole or workload.model, trace=None, columns=False)
     flags = as_flags(plan.used) or "--dp-shard 1"
     yield Change(f"a plan, {flags},", like_it)
-    yield from _prefixed(f"a plan, {flags}", _here(like_it, Plan(plan)), ",")
+    yield from _prefixed(f"a plan, {flags}", _on_same_mesh(like_it, Plan(plan)), ",")
     yield from _prefixed("a plan,", _on_idle_devices(like_it), ",")
     if workload.micro_batch_size > 1:
-        yield Change(smaller, replace(workload, micro_batch_size=1))
+        yield Change(flags_of_smaller, replace(workload, micro_batch_size=1))
 
 
-def _here(workload: Workload, plan: Plan) -> Iterator[Change]:
+def _on_same_mesh(workload: Workload, plan: Plan) -> Iterator[Change]:
     """Yield changes on the same mesh, with the same batch."""
     yield from _of_plan(workload, plan)
-    if (few := _in_small_microbatches(workload)) is not None:
-        flags = _rows_flags(few)
+    if (smaller := _in_small_microbatches(workload)) is not None:
+        flags = _rows_flags(smaller)
         if plan.mesh.pp > 1 and isinstance(plan.schedule, str) and plan.schedule in ALL_AT_ONCE:
             plan = replace(plan, schedule=ALL_AT_ONCE[plan.schedule])  # the schedule would hold them all at once
-            few, flags = replace(few, plan=plan), f"{flags} --schedule {plan.schedule}"
-        yield Change(flags, few)
-        yield from _prefixed(flags, _of_plan(few, plan))
+            smaller, flags = replace(smaller, plan=plan), f"{flags} --schedule {plan.schedule}"
+        yield Change(flags, smaller)
+        yield from _prefixed(flags, _of_plan(smaller, plan))
 
 
 def _on_idle_devices(workload: Workload) -> Iterator[Change]:
@@ -123,8 +123,8 @@ def _on_idle_devices(workload: Workload) -> Iterator[Change]:
     # with the flags of every axis, all of which the command needs
     for change in _prefixed(flags, _of_plan(wider, plan)):
         yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
-    if (few := _in_small_microbatches(wider)) is not None:
-        for change in _prefixed(f"{as_flags(wide.used)} {_rows_flags(few)}", _of_plan(few, plan)):
+    if (smaller := _in_small_microbatches(wider)) is not None:
+        for change in _prefixed(f"{as_flags(wide.used)} {_rows_flags(smaller)}", _of_plan(smaller, plan)):
             yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
 
 
@@ -138,23 +138,23 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
     if plan.shard_parameters and plan.reshard_after != "layer":
         cheap["reshard_after"] = "layer"
     sharding: dict[str, Any] = {}
-    tried: list[dict[str, Any]] = [*({name: value} for name, value in cheap.items()), cheap]
+    candidates: list[dict[str, Any]] = [*({name: value} for name, value in cheap.items()), cheap]
     sizes = plan.mesh.sizes()
-    more = [axis for axis in CUT_AXES if sizes[axis] > 1 and axis not in plan.shard_optimizer]
-    axes = (*plan.shard_optimizer, *more)
+    unused_axes = [axis for axis in CUT_AXES if sizes[axis] > 1 and axis not in plan.shard_optimizer]
+    axes = (*plan.shard_optimizer, *unused_axes)
     for field in ("shard_optimizer", "shard_gradients", "shard_parameters"):
         if axes and getattr(plan, field) != axes:
             sharding[field] = axes
-            tried += [dict(sharding), {**cheap, **sharding}]
+            candidates += [dict(sharding), {**cheap, **sharding}]
     words = {"none": ("selective", "full"), "selective": ("full",), "per-op": ("full",)}.get(str(plan.recompute), ())
     for recompute in words:
         change = {"recompute": recompute}
-        tried += [change, {**change, **cheap}, {**change, **cheap, **sharding}]
-    seen: list[dict[str, Any]] = [{}]
-    for fields in tried:
-        if fields in seen:
+        candidates += [change, {**change, **cheap}, {**change, **cheap, **sharding}]
+    yielded: list[dict[str, Any]] = [{}]
+    for fields in candidates:
+        if fields in yielded:
             continue
-        seen.append(fields)
+        yielded.append(fields)
         try:
             yield Change(as_flags(fields), replace(workload, plan=replace(plan, **fields)))
         except UserError:
@@ -163,8 +163,8 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
 
 def _in_small_microbatches(workload: Workload) -> Workload | None:
     """Return the workload with the same batch in the smallest allowed microbatches (None: they cannot be smaller)."""
-    most = MOST_MICROBATCHES * (workload.plan.data_ranks if isinstance(workload.plan, Plan) else 1)
-    for times in range(min(workload.micro_batch_size, most // workload.microbatches), 1, -1):
+    max_microbatches = MOST_MICROBATCHES * (workload.plan.data_ranks if isinstance(workload.plan, Plan) else 1)
+    for times in range(min(workload.micro_batch_size, max_microbatches // workload.microbatches), 1, -1):
         micro_batch_size, rest = divmod(workload.micro_batch_size, times)
         if not rest:
             return replace(workload, micro_batch_size=micro_batch_size, microbatches=workload.microbatches * times)
@@ -198,25 +198,25 @@ def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | No
     Raises:
         UserError: if it does not fit, with the excess, the largest category, and a change that would make it fit.
     """
-    peak, held = max(peaks, key=lambda peak: peak.bytes), device_memory(workload, peaks)
-    if held.fits:
-        return held
-    most = max(peak.by_category, key=lambda category: peak.by_category[category])
-    beyond = f" ({bytes_text(held.needed - peak.bytes, 1)} of it not tensors)" if held.needed > peak.bytes else ""
-    needed, room = (bytes_text(bytes, 1) for bytes in (held.needed, held.capacity))
-    if needed == room:
-        needed, room = (bytes_text(bytes, 3) for bytes in (held.needed, held.capacity))
+    peak, memory = max(peaks, key=lambda peak: peak.bytes), device_memory(workload, peaks)
+    if memory.fits:
+        return memory
+    largest_category = max(peak.by_category, key=lambda category: peak.by_category[category])
+    beyond = f" ({bytes_text(memory.needed - peak.bytes, 1)} of it not tensors)" if memory.needed > peak.bytes else ""
+    needed, capacity = (bytes_text(bytes, 1) for bytes in (memory.needed, memory.capacity))
+    if needed == capacity:
+        needed, capacity = (bytes_text(bytes, 3) for bytes in (memory.needed, memory.capacity))
     raise UserError(
-        f"rank {peak.rank} would need {needed}{beyond} but has {room}: "
-        f"{bytes_text(held.needed - held.capacity, 1)} too much ({peak.cause}); most of it is {most}, "
-        f"{bytes_text(peak.by_category[most], 1)}; {advice(workload, held, whole)}"
+        f"rank {peak.rank} would need {needed}{beyond} but has {capacity}: "
+        f"{bytes_text(memory.needed - memory.capacity, 1)} too much ({peak.cause}); most of it is {largest_category}, "
+        f"{bytes_text(peak.by_category[largest_category], 1)}; {advice(workload, memory, whole)}"
     )
 
 
-def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) -> str:
+def advice(workload: Workload, memory: DeviceMemory, whole: Blocks | None = None) -> str:
     """Return as text the first change that makes the workload fit without passes, or else the one that saves most."""
     workload = replace(workload, passes="none", tiles=1)
-    least: tuple[float, Change] | None = None
+    smallest: tuple[float, Change] | None = None
     for change in changes(workload, whole):
         if broken_limit(change.workload):
             continue
@@ -224,14 +224,15 @@ def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) 
             bytes = device_memory(change.short).needed
         except UserError:
             continue  # the model or the mesh does not allow it
-        if bytes <= ROOM * held.capacity:
+        if bytes <= ROOM * memory.capacity:
             return f"{change.flags} would fit, with {bytes_text(bytes, 1)}"
-        if bytes < WORTH_SAYING * held.needed and (least is None or bytes < least[0]):
-            least = bytes, change
-    if least is None:
+        if bytes < WORTH_SAYING * memory.needed and (smallest is None or bytes < smallest[0]):
+            smallest = bytes, change
+    if smallest is None:
         return "nothing that was tried saves memory: take more devices, and a plan that shards over them"
     return (
-        f"of what was tried {least[1].flags} takes least, {bytes_text(least[0], 1)}: take more devices, or larger ones"
+        f"of what was tried {smallest[1].flags} takes least, {bytes_text(smallest[0], 1)}: "
+        "take more devices, or larger ones"
     )
 
 
@@ -248,8 +249,12 @@ def _used(workload: Workload) -> Iterator[tuple[str, Figure]]:
     for name, figure in recipe.figures.items():
         group, _, field = name.partition(".")
         communicates = group != "overlap" or ranks > 1
-        held = name in ("memory.reserved", "memory.kept_when_full", "memory.context_bytes")
-        if communicates and not (held and cluster.on_cpu) and getattr(getattr(recipe, group), field) == figure.value:
+        of_allocator = name in ("memory.reserved", "memory.kept_when_full", "memory.context_bytes")
+        if (
+            communicates
+            and not (of_allocator and cluster.on_cpu)
+            and getattr(getattr(recipe, group), field) == figure.value
+        ):
             yield f"{recipe.name} {name}", figure
     if cluster.profile is not None:
         return

@@ -63,33 +63,33 @@ class ClusterPrices(Prices):
         return self.cluster.device.adds_in_backward
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-        own = self.cluster.device.overhead(op.kind.value, self.precision.compute)
-        return own if op.kind.row.price is Price.NOTHING else own + self._kernels_time(op, specs, sizes)
+        overhead = self.cluster.device.overhead(op.kind.value, self.precision.compute)
+        return overhead if op.kind.row.price is Price.NOTHING else overhead + self._kernels_time(op, specs, sizes)
 
     def _kernels_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         kind = op.kind
-        made = specs[op.outputs[0]]
+        output = specs[op.outputs[0]]
         if kind is OpKind.UPDATE:  # by the elements of the slice; counted as float32
-            if made.form.place:  # the processor's products of matrices, for Muon, are not counted
-                return self.cluster.host_seconds(self._moved_by_update(sizes.elements(made)))
-            step = self.update_seconds(sizes.elements(made))
-            return step + (self._orthogonal(op.layer, made.holds) if op.layer in sizes.directed else 0.0)
-        if made.form.place:  # a sum of gradients, or a concatenation, in the host's memory
-            return self.cluster.host_seconds(3 * sizes.bytes(made))
+            if output.form.place:  # the processor's products of matrices, for Muon, are not counted
+                return self.cluster.host_seconds(self._moved_by_update(sizes.elements(output)))
+            step = self.update_seconds(sizes.elements(output))
+            return step + (self._orthogonal(op.layer, output.holds) if op.layer in sizes.directed else 0.0)
+        if output.form.place:  # a sum of gradients, or a concatenation, in the host's memory
+            return self.cluster.host_seconds(3 * sizes.bytes(output))
         if kind is OpKind.ADD:
-            return self.add_seconds(sizes.elements(made))
+            return self.add_seconds(sizes.elements(output))
         if kind.row.price is Price.BYTES:  # read and written, counted as float32 elements
-            return self.cluster.device.seconds(Pointwise(kind.value, sizes.bytes(made) / 2, 0.0), "float32")
+            return self.cluster.device.seconds(Pointwise(kind.value, sizes.bytes(output) / 2, 0.0), "float32")
         if kind is OpKind.NORM and specs[op.inputs[0]].form.place:
             return self.cluster.host_seconds(sizes.bytes(specs[op.inputs[0]]))
         if kind is OpKind.NORM:
             return self.seconds_of([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])
-        read = specs[op.inputs[0]]
-        sequences, tokens = self._tokens(read)
+        first_input = specs[op.inputs[0]]
+        sequences, tokens = self._tokens(first_input)
         if kind is OpKind.ATTEND or kind is OpKind.ATTEND_BACKWARD:
-            forward = self._attend(op.layer, read, specs[op.inputs[1]])
-            again = self.attends_again_seconds(op.layer, forward) if kind is OpKind.ATTEND_BACKWARD else 0.0
-            return again + self.layer_seconds(kind, forward)
+            forward = self._attend(op.layer, first_input, specs[op.inputs[1]])
+            recomputation = self.attends_again_seconds(op.layer, forward) if kind is OpKind.ATTEND_BACKWARD else 0.0
+            return recomputation + self.layer_seconds(kind, forward)
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
             has_all = self.computed_slices(self.model.layers - 1, slices) == 1
@@ -103,8 +103,8 @@ class ClusterPrices(Prices):
         slices = self.computed_slices(op.layer, slices)
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
         first = kind is OpKind.BACKWARD or kind is OpKind.BACKWARD_INPUT
-        again = self.again_seconds(op.layer, sequences, tokens, slices) if first else 0.0
-        return again + self.layer_seconds(kind, kernels)
+        recomputation = self.again_seconds(op.layer, sequences, tokens, slices) if first else 0.0
+        return recomputation + self.layer_seconds(kind, kernels)
 
     def computed_slices(self, layer: int, slices: int) -> int:
         """Return the number of slices into which a layer's computation is cut (1: each rank computes all of it)."""
@@ -121,10 +121,10 @@ class ClusterPrices(Prices):
         if kind is OpKind.ATTEND_BACKWARD:
             fused = any(isinstance(kernel, FusedAttention) for kernel in kernels)  # it computes scores again itself
             return self.seconds_of([*(() if fused else kernels), *backward_input(kernels)])
-        both = kind is OpKind.BACKWARD
-        inputs = backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
+        is_backward = kind is OpKind.BACKWARD
+        inputs = backward_input(kernels) if is_backward or kind is OpKind.BACKWARD_INPUT else []
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
-        needed = weights if both or kind is OpKind.BACKWARD_WEIGHT else []
+        needed = weights if is_backward or kind is OpKind.BACKWARD_WEIGHT else []
         return self.seconds_of([*inputs, *needed])
 
     def again_seconds(self, layer: int, sequences: int, tokens: int, slices: int) -> float:
@@ -146,28 +146,30 @@ class ClusterPrices(Prices):
         run = self.model.run(layer)
         if word == PER_OP:
             kernels = self.recipe.kernels.run(run.kernels(sequences, tokens, slices))
-            products = [each for each in kernels if isinstance(each, Matmul) and each.learned]
-            others = [each for each in kernels if isinstance(each, Pointwise)]
-            halves = sum(self.seconds_of([each]) for each in products) / 2
-            return halves + sum(self.seconds_of([each]) for each in others)
-        found = self.model.recomputed(layer, word)
-        again = [run.steps[number].primitive for number in sorted(found.again)]
-        seconds = self.seconds_of(self.recipe.kernels.run(run.kernels(sequences, tokens, slices, found.again)))
+            products = [primitive for primitive in kernels if isinstance(primitive, Matmul) and primitive.learned]
+            others = [primitive for primitive in kernels if isinstance(primitive, Pointwise)]
+            halves = sum(self.seconds_of([primitive]) for primitive in products) / 2
+            return halves + sum(self.seconds_of([primitive]) for primitive in others)
+        recomputed = self.model.recomputed(layer, word)
+        primitives = [run.steps[number].primitive for number in sorted(recomputed.again)]
+        seconds = self.seconds_of(self.recipe.kernels.run(run.kernels(sequences, tokens, slices, recomputed.again)))
         width = bytes_of(self.precision.dtype(Kind.ACTIVATION))
-        for each in again:
-            if isinstance(each, Linear) and run.pieces.get(each.in_index, 1) > 1:
-                bytes = sequences * tokens * each.outputs * width
+        for primitive in primitives:
+            if isinstance(primitive, Linear) and run.pieces.get(primitive.in_index, 1) > 1:
+                bytes = sequences * tokens * primitive.outputs * width
                 seconds += self.collective_time(OpKind.ALL_REDUCE, bytes, self.mesh.group(0, "tp"))
-            elif isinstance(each, Dispatch | Combine) and self.mesh.ep > 1:
-                bytes = each.router.places(sequences * tokens) * each.router.hidden_size * width
+            elif isinstance(primitive, Dispatch | Combine) and self.mesh.ep > 1:
+                bytes = primitive.router.places(sequences * tokens) * primitive.router.hidden_size * width
                 seconds += self.collective_time(OpKind.ALL_TO_ALL, bytes, self.mesh.group(0, "ep"))
         return seconds
 
     def attends_again_seconds(self, layer: int, kernels: Sequence[Kernel]) -> float:
         """Return the seconds in which attention's backward pass, a separate op, recomputes its forward kernels."""
         word = self.recipe.memory.saved.again
-        named = bool(word) and word != PER_OP
-        return self.seconds_of(kernels) if named and self.model.recomputed(layer, word).attends_again else 0.0
+        recomputes_modules = bool(word) and word != PER_OP
+        return (
+            self.seconds_of(kernels) if recomputes_modules and self.model.recomputed(layer, word).attends_again else 0.0
+        )
 
     def update_seconds(self, elements: float) -> float:
         """Return the seconds of the optimizer's step on `elements` elements on a device, without Muon's products."""
@@ -175,8 +177,8 @@ class ClusterPrices(Prices):
 
     def _moved_by_update(self, elements: float) -> float:
         """Return the bytes that the optimizer's step moves."""
-        moved = self.recipe.kernels.update_bytes
-        return elements * (self.precision.moved_by_update if moved is None else moved)
+        bytes_per_element = self.recipe.kernels.update_bytes
+        return elements * (self.precision.moved_by_update if bytes_per_element is None else bytes_per_element)
 
     def _orthogonal(self, layer: int, holds: Holds) -> float:
         """Return the seconds to orthogonalize every matrix of which the rank's slices have a part."""
@@ -201,13 +203,13 @@ class ClusterPrices(Prices):
         if len(group.ranks) == 1:
             return 0.0
         data = group.axis in _DATA_AXES
-        whole = max(bytes, self.recipe.overlap.at_once(kind)) if data else bytes
+        joined_bytes = max(bytes, self.recipe.overlap.at_once(kind)) if data else bytes
         whole_too = self.recipe.overlap.allreduce_sharded_gradients and kind is OpKind.REDUCE_SCATTER and data
-        done = "all_reduce" if whole_too else kind.value
-        seconds = self.cluster.collective_seconds(done, whole, group.ranks)
+        collective = "all_reduce" if whole_too else kind.value
+        seconds = self.cluster.collective_seconds(collective, joined_bytes, group.ranks)
         if group.axis == "tp":
             seconds = seconds * self.recipe.overlap.tp_traffic + self.recipe.overlap.tp_seconds
-        share = bytes / whole if whole else 1.0
+        share = bytes / joined_bytes if joined_bytes else 1.0
         return seconds * share * (1.0 - self.recipe.overlap.share.get(group.axis, 0.0))
 
     def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
@@ -228,9 +230,9 @@ class ClusterPrices(Prices):
         """Return the seconds of adding a gradient, in the dtype of its computation, to those of other microbatches."""
         if self.recipe.kernels.fused_accumulation:
             return 0.0
-        made = max(2, bytes_of(self.precision.compute))  # no gradient is computed in less than two bytes
-        moved = elements * (made + 2 * self.precision.bytes(Kind.GRAD_WEIGHT))
-        return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
+        bytes_computed = max(2, bytes_of(self.precision.compute))  # no gradient is computed in less than two bytes
+        bytes = elements * (bytes_computed + 2 * self.precision.bytes(Kind.GRAD_WEIGHT))
+        return self.cluster.device.seconds(Pointwise("add", bytes / 4, 0.0), "float32")
 
     def seconds_of(self, kernels: Iterable[Kernel]) -> float:
         """Return the seconds of consecutive kernels, at least the host's seconds to launch them."""
@@ -257,15 +259,17 @@ class ClusterPrices(Prices):
 
     def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> list[Kernel]:
         """Return the kernels of attention of queries to a block of keys and values."""
-        sequences, asking = self._tokens(queries)
-        _, asked = self._tokens(keys_values)
-        half = queries.form.space.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
-        each = queries.microbatches.bit_count()
-        pairs = queries.cells.bit_count() * keys_values.cells.bit_count() / each**2
+        sequences, query_tokens = self._tokens(queries)
+        _, key_tokens = self._tokens(keys_values)
+        causal_pairs = queries.form.space.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
+        microbatches = queries.microbatches.bit_count()
+        pairs = queries.cells.bit_count() * keys_values.cells.bit_count() / microbatches**2
         busiest = 1 + self.recipe.kernels.cp_imbalance * (self.mesh.cp - 1) / self.mesh.cp
-        seen = busiest * attention.work(queries, keys_values) / each * half / pairs
+        key_share = busiest * attention.work(queries, keys_values) / microbatches * causal_pairs / pairs
         slices = _of_width(queries)
-        return self.recipe.kernels.run(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
+        return self.recipe.kernels.run(
+            self.model.attend_kernels(layer, sequences, query_tokens, key_tokens, key_share, slices)
+        )
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:

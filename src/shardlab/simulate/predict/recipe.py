@@ -55,17 +55,17 @@ from shardlab.simulate.predict.capabilities import CanRun
 from shardlab.strategies.plan.plan import Plan, Recompute
 
 
-def _ratios(written: Any) -> Any:
+def _ratios(value: Any) -> Any:
     """Return the numbers of a list such as `[1, "3.5/4"]`, or another value unchanged."""
     try:
-        return tuple(map(_ratio, cast(list[Any], written))) if isinstance(written, list) else written
+        return tuple(map(_ratio, cast(list[Any], value))) if isinstance(value, list) else value
     except (ValueError, ZeroDivisionError):
-        return cast(Any, written)
+        return cast(Any, value)
 
 
-def _ratio(written: str | float) -> float:
-    above, _, below = str(written).partition("/")
-    return float(above) / float(below or 1)
+def _ratio(text: str | float) -> float:
+    numerator, _, denominator = str(text).partition("/")
+    return float(numerator) / float(denominator or 1)
 
 
 RATIOS = replace(
@@ -140,8 +140,8 @@ class Kernels:
 
     def _run(self, kernel: Kernel) -> list[Kernel]:
         if isinstance(kernel, Matmul) and kernel.learned and kernel.batch > 1:  # products of experts
-            loaded = kernel._replace(m=math.ceil(kernel.m * self.expert_load))
-            return [loaded._replace(batch=1)] * loaded.batch if self.expert_loop else [loaded]
+            busiest = kernel._replace(m=math.ceil(kernel.m * self.expert_load))
+            return [busiest._replace(batch=1)] * busiest.batch if self.expert_loop else [busiest]
         if not isinstance(kernel, Pointwise):
             return [kernel]
         forward, backward = self.memory_traffic.get(kernel.name, (1.0, 1.0))
@@ -221,21 +221,23 @@ class MemoryUse:
         if plain and self.saved == EXECUTOR:
             return sizes
         width = sizes.element_bytes[Kind.SAVED]
-        saved = tuple(kept_elements(model, layer, micro_batch_size, self.saved, width) for layer in range(model.layers))
+        saved_elements = tuple(
+            kept_elements(model, layer, micro_batch_size, self.saved, width) for layer in range(model.layers)
+        )
         if plain and self.saved == AUTOGRAD:
-            return replace(sizes, saved=saved)
+            return replace(sizes, saved=saved_elements)
         saves = tuple(saves_residual(model, layer, self.saved) for layer in range(model.layers))
         activations = kept_activations(model, micro_batch_size, self.saved, slices)
         if self.logit_bytes is not None:  # for logits and their gradient, which have the same size
             pieces = model.vocab_slices if isinstance(model, CutModel) else 1
             sliced = pieces > 1 and not self.gathers_logits and self.sliced_logit_bytes is not None
-            each = self.sliced_logit_bytes if sliced else self.logit_bytes
-            each = (each or 0.0) * (pieces if self.gathers_logits else 1)
-            activations = (*activations[:-1], int(activations[-1] * each / (2 * width)))
+            bytes_per_logit = self.sliced_logit_bytes if sliced else self.logit_bytes
+            bytes_per_logit = (bytes_per_logit or 0.0) * (pieces if self.gathers_logits else 1)
+            activations = (*activations[:-1], int(activations[-1] * bytes_per_logit / (2 * width)))
         bytes = dict(sizes.element_bytes)
         bytes[Kind.GRAD_WEIGHT] = self.held_gradient_bytes(bytes[Kind.GRAD_WEIGHT])
-        kept = replace(sizes, saved=saved, saves_residual=saves, activations=activations, keeps_input=())
-        return replace(kept, element_bytes=bytes)
+        kept_sizes = replace(sizes, saved=saved_elements, saves_residual=saves, activations=activations, keeps_input=())
+        return replace(kept_sizes, element_bytes=bytes)
 
     def held_gradient_bytes(self, bytes: int) -> int:
         """Return the bytes that one element of a gradient takes in memory if its sum takes `bytes` bytes."""
@@ -422,7 +424,7 @@ class Recipe:
     @property
     def changed_switches(self) -> Switches:
         """Values of the switches that differ from their defaults."""
-        return {name: each.value for name, each in self.switches.items() if each.value != each.default}
+        return {name: switch.value for name, switch in self.switches.items() if switch.value != switch.default}
 
     @property
     def title(self) -> str:
@@ -438,8 +440,8 @@ _GROUP_TABLES: dict[str, Any] = dict.fromkeys(GROUPS, Mapping[str, Any])
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """Return every built-in recipe by name, Shardlab's own first, and each after its base."""
-    found = {name: find_recipe(name) for name in _names()}
-    return dict(sorted(found.items(), key=lambda item: item[0] != "shardlab"))
+    by_name = {name: find_recipe(name) for name in _names()}
+    return dict(sorted(by_name.items(), key=lambda item: item[0] != "shardlab"))
 
 
 RENAMED = {
@@ -461,7 +463,7 @@ def find_recipe(name: str, switches: Switches = MappingProxyType({})) -> Recipe:
         UserError: if there is no such recipe (the message suggests the nearest name), if the file is invalid, or if the
             recipe has no such switch or value.
     """
-    recipe = _found(name, switches)
+    recipe = _find_recipe(name, switches)
     for switch, value in switches.items():
         _require_switch(recipe, switch, value)
     return recipe
@@ -469,42 +471,43 @@ def find_recipe(name: str, switches: Switches = MappingProxyType({})) -> Recipe:
 
 def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
     """Yield (switch, value, recipe with this value) for each other value of each switch of a recipe."""
-    given = {name: switch.value for name, switch in recipe.switches.items()}
+    current = {name: switch.value for name, switch in recipe.switches.items()}
     for name, switch in recipe.switches.items():
         for value in switch.values:
             if value != switch.value:
-                yield name, value, find_recipe(recipe.file, given | {name: value})
+                yield name, value, find_recipe(recipe.file, current | {name: value})
 
 
 def _require_switch(recipe: Recipe, switch: str, value: str) -> None:
-    known = recipe.switches
-    if not known:
+    switches = recipe.switches
+    if not switches:
         raise UserError(f"recipe {recipe.name} has no switches; leave out {switch}={value}")
-    if switch not in known:
-        listed = "; ".join(f"{name}: {', '.join(each.values)}" for name, each in known.items())
+    if switch not in switches:
+        listed = "; ".join(f"{name}: {', '.join(values.values)}" for name, values in switches.items())
         raise UserError(
-            f"recipe {recipe.name} has no switch {switch!r}; {suggest_name(switch, known)} (its switches are {listed})"
+            f"recipe {recipe.name} has no switch {switch!r}; {suggest_name(switch, switches)} "
+            f"(its switches are {listed})"
         )
-    if value not in known[switch].values:
+    if value not in switches[switch].values:
         raise UserError(
-            f"switch {switch} of recipe {recipe.name} is {value!r}; give one of {', '.join(known[switch].values)}"
+            f"switch {switch} of recipe {recipe.name} is {value!r}; give one of {', '.join(switches[switch].values)}"
         )
 
 
-def _found(name: str, switches: Switches, inside: tuple[Path, ...] = ()) -> Recipe:
+def _find_recipe(name: str, switches: Switches, including_files: tuple[Path, ...] = ()) -> Recipe:
     """Return the recipe with a name, for `find_recipe` or as the base of a file.
 
     Args:
         name, switches: as in `find_recipe`; a switch may also belong to a recipe that builds on this one.
-        inside: files that are being read, each the base of the one before. The base named in the last file is relative
-            to that file, unless its path is absolute.
+        including_files: files that are being read, each the base of the one before. The base named in the last file is
+            relative to that file, unless its path is absolute.
     """
     if name.endswith(".toml"):
-        path = inside[-1].parent / name if inside else Path(name)
-        files = (*inside, path)
-        if path.resolve() in {each.resolve() for each in inside}:
+        path = including_files[-1].parent / name if including_files else Path(name)
+        files = (*including_files, path)
+        if path.resolve() in {file.resolve() for file in including_files}:
             raise UserError(f"{' builds on '.join(map(str, files))}, which is being read; give another base")
-        return replace(_made(path.stem, str(path), read_file(path, "TOML"), switches, files), file=str(path))
+        return replace(_recipe_of(path.stem, str(path), read_file(path, "TOML"), switches, files), file=str(path))
     return _packaged(name.strip().lower(), tuple(sorted(switches.items())))
 
 
@@ -519,7 +522,7 @@ def _packaged(name: str, switches: tuple[tuple[str, str], ...]) -> Recipe:
         raise UserError(f"recipe {name} is now a switch; write {RENAMED[name]}")
     if name not in _names():
         raise unknown_name("recipe", name, _names(), " and files that end in .toml")
-    return replace(_made(name, name, load_table(f"{FOLDER}/{name}.toml"), dict(switches)), file=name)
+    return replace(_recipe_of(name, name, load_table(f"{FOLDER}/{name}.toml"), dict(switches)), file=name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -531,63 +534,74 @@ class _SwitchTable:
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
 
-def _made(name: str, where: str, document: Any, switches: Switches, files: tuple[Path, ...] = ()) -> Recipe:
+def _recipe_of(name: str, location: str, document: Any, switches: Switches, files: tuple[Path, ...] = ()) -> Recipe:
     """Return the recipe of a file, with its base for all values that the file does not set.
 
     The base is built with the given values of switches, or with the defaults of this file. Then the figures of the file
     replace those of the base. Last come the figures of the chosen value of each switch in the file.
     """
-    known = {"base": Any, "source": Any, "switches": Mapping[str, _SwitchTable]} | _GROUP_TABLES
-    table = read_fields(known, document, where)
-    source = _require_source(table, where)
-    written: Mapping[str, _SwitchTable] = table.get("switches", {})
-    chosen = {switch: each.default for switch, each in written.items() if each.default} | dict(switches)
-    base = _found(str(table["base"]), chosen, files) if "base" in table else Recipe()
+    tables = {"base": Any, "source": Any, "switches": Mapping[str, _SwitchTable]} | _GROUP_TABLES
+    fields = read_fields(tables, document, location)
+    source = _require_source(fields, location)
+    switch_tables: Mapping[str, _SwitchTable] = fields.get("switches", {})
+    values_by_switch = {switch: table.default for switch, table in switch_tables.items() if table.default} | dict(
+        switches
+    )
+    base = _find_recipe(str(fields["base"]), values_by_switch, files) if "base" in fields else Recipe()
     bases = (base.name, *base.bases) if base.name else ()
-    recipe = _with_figures(replace(base, name=name, source=source, bases=bases), table, source, where)
-    found = dict(base.switches)
-    for switch, each in written.items():
-        below, inside = found.get(switch), f"{where}: switches.{switch}"
-        partial = {value: _partial(given, f"{inside}.values.{value}") for value, given in each.values.items()}
-        values = {**(below.values if below else {}), **{value: given["source"] for value, given in partial.items()}}
-        default = each.default or (below.default if below else "")
+    recipe = _with_figures(replace(base, name=name, source=source, bases=bases), fields, source, location)
+    merged = dict(base.switches)
+    for switch, table in switch_tables.items():
+        inherited, switch_location = merged.get(switch), f"{location}: switches.{switch}"
+        partial = {
+            value: _partial(figures, f"{switch_location}.values.{value}") for value, figures in table.values.items()
+        }
+        values = {
+            **(inherited.values if inherited else {}),
+            **{value: figures["source"] for value, figures in partial.items()},
+        }
+        default = table.default or (inherited.default if inherited else "")
         if default not in values:
-            raise UserError(f"{inside}.default is {default!r}; give one of {', '.join(values) or 'its values'}")
-        value = chosen.get(switch, default)
-        found[switch] = Switch(default, each.about or (below.about if below else ""), values, value)
+            raise UserError(
+                f"{switch_location}.default is {default!r}; give one of {', '.join(values) or 'its values'}"
+            )
+        value = values_by_switch.get(switch, default)
+        merged[switch] = Switch(default, table.about or (inherited.about if inherited else ""), values, value)
         if value in partial:
-            recipe = _with_figures(recipe, partial[value], partial[value]["source"], f"{inside}.values.{value}")
-    return replace(recipe, switches=found)
+            recipe = _with_figures(
+                recipe, partial[value], partial[value]["source"], f"{switch_location}.values.{value}"
+            )
+    return replace(recipe, switches=merged)
 
 
-def _partial(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _partial(figures: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return the partial recipe of a switch's value: its groups of figures, and its source."""
-    table = read_fields({"source": str} | _GROUP_TABLES, given, where)
-    _require_source(table, where)
+    table = read_fields({"source": str} | _GROUP_TABLES, figures, location)
+    _require_source(table, location)
     return table
 
 
-def _require_source(table: Mapping[str, Any], where: str) -> str:
+def _require_source(table: Mapping[str, Any], location: str) -> str:
     """Return the source that a table of a file gives, or raise an error if it gives none."""
     source = table.get("source")
     if not isinstance(source, str) or not source:
-        raise UserError(f"{where} gives no source; say in quotes where the framework's behaviour is described")
+        raise UserError(f"{location} gives no source; say in quotes where the framework's behaviour is described")
     return source
 
 
-def _with_figures(recipe: Recipe, table: Mapping[str, Any], source: str, where: str) -> Recipe:
+def _with_figures(recipe: Recipe, table: Mapping[str, Any], source: str, location: str) -> Recipe:
     """Return a recipe with the figures of a table of groups; `source` applies to figures without one."""
     figures, groups = dict(recipe.figures), dict[str, Any]()
     for group, kind in GROUPS.items():
         table_of_group = dict(table.get(group, {}))
         own_source = table_of_group.pop("source", source)
-        written = {key: _with_source(value, own_source) for key, value in table_of_group.items()}
-        values = {key: figure["value"] for key, figure in written.items()}
-        read = read_fields(field_hints(kind), values, where, group, getattr(recipe, group))
-        for key, figure in written.items():
+        sourced = {key: _with_source(value, own_source) for key, value in table_of_group.items()}
+        values = {key: figure["value"] for key, figure in sourced.items()}
+        parsed = read_fields(field_hints(kind), values, location, group, getattr(recipe, group))
+        for key, figure in sourced.items():
             full = f"{group}.{key}"
-            figures[full] = read_settings(Figure, figure | {"value": read[key]}, where, full)
-        groups[group] = replace(getattr(recipe, group), **read)
+            figures[full] = read_settings(Figure, figure | {"value": parsed[key]}, location, full)
+        groups[group] = replace(getattr(recipe, group), **parsed)
     return replace(recipe, figures=figures, **groups)
 
 

@@ -17,15 +17,15 @@ def modules_of_stages(model: Blocks, stages: int) -> list[list[str]] | None:
     block = 4 * model.hidden_size**2 + 3 * model.hidden_size * _ffn_of(model)
     head = model.vocab_size * model.hidden_size
     modules = [("embedding", 0), *[("block", block)] * model.layers, ("norm", 0), ("head", head), ("cast", 0)]
-    all = model.layers * block + head
-    found: list[list[str]] = [[] for _ in range(stages)]
+    total = model.layers * block + head
+    by_stage: list[list[str]] = [[] for _ in range(stages)]
     stage = cost = 0
-    for name, own in (*modules, ("loss", 0)):
-        found[stage].append(name)
-        cost += own
-        if cost * stages > all * (stage + 1):
+    for name, module_cost in (*modules, ("loss", 0)):
+        by_stage[stage].append(name)
+        cost += module_cost
+        if cost * stages > total * (stage + 1):
             stage += 1
-    return found if found[-1] else None
+    return by_stage if by_stage[-1] else None
 
 
 def stages_by_cost(model: Blocks, stages: int, *, halves: bool) -> tuple[int, ...]:
@@ -43,10 +43,10 @@ def stages_by_cost(model: Blocks, stages: int, *, halves: bool) -> tuple[int, ..
     Args:
         halves: whether the layers of the plan are half-blocks, two for each block and one for the final norm and head.
     """
-    found = modules_of_stages(model, stages)
-    if found is None:
+    by_stage = modules_of_stages(model, stages)
+    if by_stage is None:
         return ()
-    counts = [(1 + halves) * modules.count("block") for modules in found]
+    counts = [(1 + halves) * modules.count("block") for modules in by_stage]
     counts[-1] += halves
     for stage in range(stages - 1, 0, -1):
         if not counts[stage]:

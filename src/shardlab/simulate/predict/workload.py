@@ -119,7 +119,7 @@ class Workload:
             UserError: if sizes are inconsistent, or a pass cannot be applied.
         """
         if self.pass_names != "none":
-            return self.passed[-1].checked
+            return self.pass_results[-1].checked
         if self.trace is not None:
             return self.trace(self.mesh, self.sizes, self.microbatches)
         assert isinstance(self.plan, Plan), "a program of its own says how it is traced"
@@ -134,31 +134,31 @@ class Workload:
         return (self.plan.passes or "none") if isinstance(self.plan, Plan) else "none"
 
     @cached_property
-    def passed(self) -> list[PassResult]:
+    def pass_results(self) -> list[PassResult]:
         """The original program of all ranks, and the program after each pass."""
         return self.rewritten(self.pass_names)
 
     def rewritten(
-        self, names: str, most: float = math.inf, *, least: float = GAIN, lenient: bool = False
+        self, names: str, max_ops: float = math.inf, *, least_gain: float = GAIN, lenient: bool = False
     ) -> list[PassResult]:
         """Return the original program of all ranks, and the program after each of the named passes.
 
         Args:
             names: names of the passes (see `find_passes`).
-            most: largest number of ops of replayed candidates (see `Goal`).
-            least: smallest share of a step that a pass must gain (see `Goal`).
+            max_ops: largest number of ops of replayed candidates (see `Goal`).
+            least_gain: smallest share of a step that a pass must gain (see `Goal`).
             lenient: skip a named pass that has nothing to do.
 
         Raises:
             Refused: if the program is wrong.
             UserError: if sizes are inconsistent, or a named pass has nothing to do and `lenient` is not set.
         """
-        written = replace(self, passes="none", clips=needs_norm(names), trace=self.trace or self._whole)
-        assert isinstance(written.traced, Checked)
-        goal = Goal(self.prices, tensor_budget(written), self.kept_sizes, most, least)
+        original = replace(self, passes="none", clips=needs_norm(names), trace=self.trace or self._whole)
+        assert isinstance(original.traced, Checked)
+        goal = Goal(self.prices, tensor_budget(original), self.kept_sizes, max_ops, least_gain)
         if lenient:
-            return run_passes(written.traced, find_passes(names), goal)
-        return run_named(written.traced, names, goal)
+            return run_passes(original.traced, find_passes(names), goal)
+        return run_named(original.traced, names, goal)
 
     def _whole(self, mesh: Mesh, sizes: Sizes, microbatches: int) -> Checked:
         """Trace and check a plan's program of every rank."""
@@ -213,10 +213,10 @@ class Workload:
         self.require()
         with gc_paused():  # from the first op to the last figure
             replayed = estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
-        return replace(replayed, beside=self.beside)
+        return replace(replayed, seconds_outside_ops=self.seconds_outside_ops)
 
     @property
-    def beside(self) -> float:
+    def seconds_outside_ops(self) -> float:
         """Seconds of the step that belong to no op, from the recipe.
 
         Every step takes the recipe's `step_seconds`. If parameters are gathered after the optimizer's step, the host
@@ -245,10 +245,10 @@ class Workload:
     @property
     def _recomputing(self) -> Recipe:
         """The recipe, with the saved activations that remain if the plan recomputes values inside blocks."""
-        if not isinstance(self.plan, Plan) or not (again := self.plan.recompute_inside):
+        if not isinstance(self.plan, Plan) or not (recomputed := self.plan.recompute_inside):
             return self.recipe
         memory = self.recipe.memory
-        return replace(self.recipe, memory=replace(memory, saved=replace(memory.saved, again=again)))
+        return replace(self.recipe, memory=replace(memory, saved=replace(memory.saved, again=recomputed)))
 
     @cached_property
     def prices(self) -> ClusterPrices:

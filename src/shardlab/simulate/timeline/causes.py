@@ -96,14 +96,14 @@ class ComputeGap(NamedTuple):
         row: the rank's row.
         start, end: start and end of the interval.
         awaited: the communication that ends it, as an index of the rank's ops (None: none was recorded).
-        before: the compute op that ends it (None: the step ends).
+        next_compute: the compute op that ends it (None: the step ends).
     """
 
     row: int
     start: float
     end: float
     awaited: int | None
-    before: int | None
+    next_compute: int | None
 
 
 def activity_of(timeline: Timeline) -> Activity:
@@ -160,22 +160,22 @@ def find_arrivals(activity: Activity) -> list[list[float]]:
 
 def find_gaps(activity: Activity) -> Iterator[ComputeGap]:
     """Yield the intervals in which a rank does not compute, from the start of the step to its end."""
-    least = TOLERANCE * activity.end
+    tolerance = TOLERANCE * activity.end
     for row, ops in enumerate(activity.rows):
         clock, waits = 0.0, list[int]()
         for at, op in enumerate(ops):
             waits += op.waits
             if op.computes:
-                if op.start > clock + least:
-                    yield ComputeGap(row, clock, op.start, _last_awaited(ops, waits, clock, op.start + least), at)
+                if op.start > clock + tolerance:
+                    yield ComputeGap(row, clock, op.start, _last_awaited(ops, waits, clock, op.start + tolerance), at)
                 clock, waits = max(clock, op.end), []
-        if activity.end > clock + least:
+        if activity.end > clock + tolerance:
             waits += activity.last_waits[row]
-            awaited = _last_awaited(ops, waits, clock, activity.end + least)
+            awaited = _last_awaited(ops, waits, clock, activity.end + tolerance)
             until = max(clock, ops[awaited].end) if awaited is not None else clock
-            if until > clock + least:
+            if until > clock + tolerance:
                 yield ComputeGap(row, clock, until, awaited, None)
-            if activity.end > until + least:
+            if activity.end > until + tolerance:
                 yield ComputeGap(row, until, activity.end, None, None)
 
 
@@ -186,20 +186,20 @@ def find_causes(activity: Activity) -> list[list[Cause]]:
 
 def _last_awaited(ops: Sequence[TimedOp], waits: Sequence[int], since: float, until: float) -> int | None:
     """Return the awaited communication that ends last between two times (None: none ends there)."""
-    ended = [at for at in waits if since < ops[at].end <= until]
-    return max(ended, key=lambda at: ops[at].end, default=None)
+    candidates = [at for at in waits if since < ops[at].end <= until]
+    return max(candidates, key=lambda at: ops[at].end, default=None)
 
 
 class _Causes:
     def __init__(self, activity: Activity) -> None:
         self.activity, self.rows = activity, activity.rows
-        self.least = TOLERANCE * activity.end
+        self.tolerance = TOLERANCE * activity.end
         self.arrivals = find_arrivals(activity)
-        self.ended: list[list[tuple[float, int]]] = [  # communications of each row, sorted by end
+        self.ends: list[list[tuple[float, int]]] = [  # communications of each row, sorted by end
             sorted((op.end, at) for at, op in enumerate(ops) if not op.computes and op.end > op.start)
             for ops in activity.rows
         ]
-        self.before = [list(self._compute_before(ops)) for ops in activity.rows]
+        self.earlier_compute = [list(self._compute_before(ops)) for ops in activity.rows]
 
     def run(self) -> list[list[Cause]]:
         return [
@@ -220,42 +220,42 @@ class _Causes:
 
     def _on_rank(self, row: int, at: int) -> Cause:
         """Return the cause of the time at which a rank reaches an op."""
-        ops, (last, waits) = self.rows[row], self.before[row][at]
+        ops, (last, waits) = self.rows[row], self.earlier_compute[row][at]
         since = ops[last].end if last is not None else 0.0
         arrival = self.arrivals[row][at]
-        awaited = _last_awaited(ops, waits, since, arrival + self.least)
+        awaited = _last_awaited(ops, waits, since, arrival + self.tolerance)
         if awaited is not None:
             return Cause(Reason.WAITED, (row, awaited))
         if last is None:
-            return Cause(Reason.FIRST if arrival <= self.least else Reason.UNKNOWN)
-        return Cause(Reason.BUSY if arrival <= since + self.least else Reason.UNKNOWN, (row, last))
+            return Cause(Reason.FIRST if arrival <= self.tolerance else Reason.UNKNOWN)
+        return Cause(Reason.BUSY if arrival <= since + self.tolerance else Reason.UNKNOWN, (row, last))
 
     def _of_communication(self, row: int, at: int) -> Cause:
         op = self.rows[row][at]
         members = self.activity.communications[op.communication] if op.communication >= 0 else [(row, at)]
         if op.kind is OpKind.RECV and len(members) == 2:
             sender = members[0]
-            sent = self.rows[sender[0]][sender[1]]
-            if sent.end <= op.start + self.least and sent.end > self.arrivals[row][at] + self.least:
+            send = self.rows[sender[0]][sender[1]]
+            if send.end <= op.start + self.tolerance and send.end > self.arrivals[row][at] + self.tolerance:
                 return Cause(Reason.SENT, sender)
-            if sent.end <= op.start + self.least:  # the send ended before the receive was issued
+            if send.end <= op.start + self.tolerance:  # the send ended before the receive was issued
                 members = [(row, at)]
         if op.kind is OpKind.SEND and members[1:]:
-            received = self.rows[members[1][0]][members[1][1]]
-            if received.start > op.start + self.least:  # buffered: a send starts alone
+            receive = self.rows[members[1][0]][members[1][1]]
+            if receive.start > op.start + self.tolerance:  # buffered: a send starts alone
                 members = [(row, at)]
-        arrived, last = max((self.arrivals[r][a], (r, a)) for r, a in members)
-        if op.start > arrived + self.least and (before := self._on_stream(members, op.start)) is not None:
-            return Cause(Reason.STREAM, before)
-        if last != (row, at) and arrived > self.arrivals[row][at] + self.least:
+        arrival, last = max((self.arrivals[r][a], (r, a)) for r, a in members)
+        if op.start > arrival + self.tolerance and (occupant := self._on_stream(members, op.start)) is not None:
+            return Cause(Reason.STREAM, occupant)
+        if last != (row, at) and arrival > self.arrivals[row][at] + self.tolerance:
             return Cause(Reason.MEMBER, last)
         return self._on_rank(row, at)
 
     def _on_stream(self, members: Sequence[Place], start: float) -> Place | None:
         """Return the communication that occupied a member's stream until this one started."""
         for row, _ in members:
-            ended = self.ended[row]
-            place = bisect_right(ended, (start + self.least, len(self.rows[row]))) - 1
-            if place >= 0 and ended[place][0] >= start - self.least:
-                return row, ended[place][1]
+            ends = self.ends[row]
+            place = bisect_right(ends, (start + self.tolerance, len(self.rows[row]))) - 1
+            if place >= 0 and ends[place][0] >= start - self.tolerance:
+                return row, ends[place][1]
         return None

@@ -181,8 +181,8 @@ class Costs(Prices):
         price = kind.row.price
         if price is Price.NOTHING or price is Price.BYTES:
             return 0.0
-        each: float = self.collective if kind in COLLECTIVES else getattr(self, kind.value)
-        return each * microbatches if price is Price.MICROBATCH else each
+        unit_cost: float = self.collective if kind in COLLECTIVES else getattr(self, kind.value)
+        return unit_cost * microbatches if price is Price.MICROBATCH else unit_cost
 
 
 def _microbatches(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:

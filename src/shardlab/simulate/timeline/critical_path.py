@@ -61,7 +61,7 @@ class _PathWalk:
         self.traced, self.times = traced, times
         self.tapes = traced.program.tapes
         self.items = [self._items(row) for row in range(len(self.tapes))]
-        self.ended = [
+        self.ends = [
             {times.ends[row][at]: at for at, op in enumerate(tape) if op[4] >= 0 and op[0] is not WAIT}
             for row, tape in enumerate(self.tapes)
         ]
@@ -73,9 +73,9 @@ class _PathWalk:
         last = self.items[row][-1].end if self.items[row] else 0.0
         state = (row, len(self.tapes[row]), end)
         if last < end:
-            state = self._through(row, self.ended[row][end])
+            state = self._through(row, self.ends[row][end])
         while state is not None:
-            state = self._before(*state)
+            state = self._link_before(*state)
         return self.links[::-1]
 
     def _items(self, row: int) -> list[ClockMove]:
@@ -97,7 +97,7 @@ class _PathWalk:
                 items.append(ClockMove(at, at, starts[at], ends[at]))
         return items
 
-    def _before(self, row: int, at: int, time: float) -> tuple[int, int, float] | None:
+    def _link_before(self, row: int, at: int, time: float) -> tuple[int, int, float] | None:
         """Add the link that ends at `time`, before op `at` of a row.
 
         Returns:
@@ -107,18 +107,18 @@ class _PathWalk:
         place = bisect_left(items, at, key=lambda item: item.at) - 1
         if place < 0:
             if time > 0.0:  # a send that blocks its rank advances the clock without a `ClockMove`
-                self._link(row, self._sent(row, 0, at), 0.0, time)
+                self._link(row, self._last_send(row, 0, at), 0.0, time)
             return None
         item = items[place]
         if item.end < time:
-            self._link(row, self._sent(row, item.at, at), item.end, time)
+            self._link(row, self._last_send(row, item.at, at), item.end, time)
             return row, item.at + 1, item.end
         if item.at == item.cause:
             self._link(row, item.at, item.start, item.end)
             return row, item.at, item.start
-        done = self.times.ends[row][item.cause]
-        if done < item.end:  # the rank makes up for compute that the communication has slowed down
-            begin = max(done, item.start)
+        communication_end = self.times.ends[row][item.cause]
+        if communication_end < item.end:  # the rank makes up for compute that the communication has slowed down
+            begin = max(communication_end, item.start)
             self._link(row, item.cause, begin, item.end, held_up=True)
             if begin == item.start:
                 return row, item.at, item.start
@@ -136,26 +136,26 @@ class _PathWalk:
             self._link(row, at, start, end)
             number = self.traced.communication_of[row][self.tapes[row][at][4]]
             members = self.traced.communications[number].participants
-            before = self._on_the_stream(members, start) if start > ready else None
-            if before is None:
-                came = [(self._came(rank, op), rank, op) for rank, _, op in members]
-                last, rank, op = max(came, key=lambda each: (each[0] == start, each[0]))
-                if last == start or (before := self._under_way(members, start)) is None:
+            occupant = self._on_the_stream(members, start) if start > ready else None
+            if occupant is None:
+                arrivals = [(self._came(rank, op), rank, op) for rank, _, op in members]
+                last, rank, op = max(arrivals, key=lambda arrival: (arrival[0] == start, arrival[0]))
+                if last == start or (occupant := self._under_way(members, start)) is None:
                     return (rank, op, start) if start > 0.0 else None
-            row, at = before
+            row, at = occupant
 
     def _on_the_stream(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
         """Return the communication that occupied a member's stream until this one started."""
         for rank, _, _ in members:
-            before = self.ended[rank].get(start)
-            if before is not None and self.times.starts[rank][before] < start:
-                return rank, before
+            occupant = self.ends[rank].get(start)
+            if occupant is not None and self.times.starts[rank][occupant] < start:
+                return rank, occupant
         return None
 
     def _under_way(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
         """Return the send that ended when its receive started (None: there is none)."""
-        sent = [(rank, op) for rank, _, op in members if self.times.ends[rank][op] == start]
-        return next((each for each in sent if self.times.starts[each[0]][each[1]] < start), None)
+        sends = [(rank, op) for rank, _, op in members if self.times.ends[rank][op] == start]
+        return next((send for send in sends if self.times.starts[send[0]][send[1]] < start), None)
 
     def _came(self, row: int, at: int) -> float:
         """Return the time at which a rank reached an op."""
@@ -163,7 +163,7 @@ class _PathWalk:
         place = bisect_left(items, at, key=lambda item: item.at) - 1
         return items[place].end if place >= 0 else 0.0
 
-    def _sent(self, row: int, since: int, until: int) -> int:
+    def _last_send(self, row: int, since: int, until: int) -> int:
         """Return the index of the last SEND between two ops (`since`: there is none)."""
         tape = self.tapes[row]
         return next((at for at in range(until - 1, since - 1, -1) if tape[at][0] is SEND), since)
@@ -195,9 +195,9 @@ def _part(traced: Traced, link: PathLink, place: Callable[[int], str] | None) ->
         return f"compute slowed by {text}" if link.held_up else text
     if op.layer < 0 or place is None:
         return name
-    where = "head" if op.layer == traced.program.layers else place(op.layer)
+    location = "head" if op.layer == traced.program.layers else place(op.layer)
     return (
-        f"{name} of {where.rpartition(', ')[2]}"
-        if not where.startswith("block ") or ", " in where
+        f"{name} of {location.rpartition(', ')[2]}"
+        if not location.startswith("block ") or ", " in location
         else f"{name} of blocks"
     )

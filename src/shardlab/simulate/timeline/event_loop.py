@@ -154,8 +154,8 @@ class IdlePattern(NamedTuple):
         number = bisect_right(self.starts, moment)
         if not number:
             return 0.0
-        left = self.ends[number - 1] - moment
-        return self.totals[number] - left if left > 0 else self.totals[number]
+        remaining = self.ends[number - 1] - moment
+        return self.totals[number] - remaining if remaining > 0 else self.totals[number]
 
 
 class IdleLog:
@@ -205,16 +205,16 @@ class IdleLog:
             start, end: start and end of the awaited communication.
             contention, lag: see `Prices`. Pass `NO_LAG` for a copy, which involves no other rank.
         """
-        again = clock if clock > end else end
+        resumes = clock if clock > end else end
         if end > start:
             if contention:
                 until = clock if clock < end else end
                 if until > start:
                     computed = until - start - self.seconds_before(until) + self.seconds_before(start)
                     if computed > 0:
-                        again += contention * computed
+                        resumes += contention * computed
             if lag.most:
-                again += lag.seconds(clock - self.until, hidden=end <= clock)
-        if again > clock:
-            self.append(clock, again)
-        return again
+                resumes += lag.seconds(clock - self.until, hidden=end <= clock)
+        if resumes > clock:
+            self.append(clock, resumes)
+        return resumes

@@ -224,9 +224,9 @@ def closed_form(timeline: Timeline, schedule: str) -> tuple[str, float | None]:
             return "(p - 1) / (v m + p - 1)", (p - 1) / (v * m + p - 1)
         case "zb-h1":
             chain, weight = (OpKind.FORWARD, OpKind.BACKWARD_INPUT), OpKind.BACKWARD_WEIGHT
-            lost = (p - 1) * (_mean(timeline, *chain) - _mean(timeline, weight))
+            bubble = (p - 1) * (_mean(timeline, *chain) - _mean(timeline, weight))
             work = m * _mean(timeline, *chain, weight)
-            return "(p - 1) (F + B - W) / (m (F + B + W) + (p - 1) (F + B - W))", lost / (work + lost)
+            return "(p - 1) (F + B - W) / (m (F + B + W) + (p - 1) (F + B - W))", bubble / (work + bubble)
         case "zb-h2" | "zb-v":
             return "0, if F = B = W and m is large enough", 0.0
         case _:
@@ -239,30 +239,30 @@ def _idle_parts(
     """Yield the idle parts of a gap: the cause, the duration, and the row for which the rank waits."""
     row = gap.row
     if gap.awaited is None:
-        cause = IdleCause.ENDED if gap.before is None else IdleCause.UNKNOWN
+        cause = IdleCause.ENDED if gap.next_compute is None else IdleCause.UNKNOWN
         yield cause, _quiet(talking, gap.start, gap.end), None
         return
     awaited = activity.rows[row][gap.awaited]
     members = activity.communications[awaited.communication] if awaited.communication >= 0 else []
     if awaited.kind in POINT_TO_POINT and len(members) == 2:
-        peer = next((each for each in members if each[0] != row), members[0])
+        peer = next((member for member in members if member[0] != row), members[0])
     else:
-        peer = max(members, key=lambda each: arrivals[each[0]][each[1]], default=(row, gap.awaited))
-    came = min(max(gap.start, arrivals[peer[0]][peer[1]]), gap.end)
-    starts = min(max(came, awaited.start), gap.end)
+        peer = max(members, key=lambda member: arrivals[member[0]][member[1]], default=(row, gap.awaited))
+    arrival = min(max(gap.start, arrivals[peer[0]][peer[1]]), gap.end)
+    begin = min(max(arrival, awaited.start), gap.end)
     late = IdleCause.MEMBER if awaited.kind in COLLECTIVES else IdleCause.MESSAGE
-    yield late, _quiet(talking, gap.start, came), peer[0] if peer[0] != row else None
-    sent = activity.rows[peer[0]][peer[1]] if awaited.kind is OpKind.RECV else awaited
-    sends = min(max(came, sent.start), starts)
-    yield IdleCause.QUEUE, _quiet(talking, came, sends), None
-    yield IdleCause.TRANSFER, _quiet(talking, sends, starts), None
-    yield IdleCause.UNKNOWN, _quiet(talking, starts, gap.end), None
+    yield late, _quiet(talking, gap.start, arrival), peer[0] if peer[0] != row else None
+    send = activity.rows[peer[0]][peer[1]] if awaited.kind is OpKind.RECV else awaited
+    send_start = min(max(arrival, send.start), begin)
+    yield IdleCause.QUEUE, _quiet(talking, arrival, send_start), None
+    yield IdleCause.TRANSFER, _quiet(talking, send_start, begin), None
+    yield IdleCause.UNKNOWN, _quiet(talking, begin, gap.end), None
 
 
 def _quiet(talking: Sequence[Span], since: float, until: float) -> float:
     """Return how much time of an interval lies outside all spans. The spans must be sorted and disjoint."""
-    inside = sum(max(0.0, min(end, until) - max(start, since)) for start, end in _near(talking, since, until))
-    return max(0.0, until - since - inside)
+    covered = sum(max(0.0, min(end, until) - max(start, since)) for start, end in _near(talking, since, until))
+    return max(0.0, until - since - covered)
 
 
 def _near(talking: Sequence[Span], since: float, until: float) -> Iterator[Span]:

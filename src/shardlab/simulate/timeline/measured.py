@@ -45,7 +45,7 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
     """
     zero = min((step.began - offsets[rank] for rank, step in steps.items()), default=0.0)
     shift = {rank: -offsets[rank] - zero for rank in steps}
-    found: dict[int, Spans] = {rank: {} for rank in steps}
+    spans_by_rank: dict[int, Spans] = {rank: {} for rank in steps}
     arrived: dict[int, float] = {}
     parts: list[tuple[float, int, int, int]] = []  # (completion, rank, op, communication)
     for rank, step in steps.items():
@@ -57,13 +57,13 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
                 if moments.completion is not None:
                     parts.append((moments.completion + shift[rank], rank, at, communication))
             elif moments.end is not None:
-                found[rank][at] = (moments.start + shift[rank], moments.end + shift[rank])
+                spans_by_rank[rank][at] = (moments.start + shift[rank], moments.end + shift[rank])
     free: dict[tuple[int, object], float] = {}
-    for over, rank, at, communication in sorted(parts):
+    for end, rank, at, communication in sorted(parts):
         stream = (rank, queue_key(checked.program, checked.communications[communication]))
-        found[rank][at] = (min(over, max(arrived[communication], free.get(stream, 0.0))), over)
-        free[stream] = over
-    return found
+        spans_by_rank[rank][at] = (min(end, max(arrived[communication], free.get(stream, 0.0))), end)
+        free[stream] = end
+    return spans_by_rank
 
 
 @dataclass(frozen=True)
@@ -99,25 +99,27 @@ def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
     ranks = range(checked.program.ranks)
     offsets = {rank: record.offset for rank, record in records.items()}
     numbered = [_step(records, number) for number in range(max((len(r.steps) for r in records.values()), default=0))]
-    whole = [steps for steps in numbered if len(steps) == len(records) and all(step.ended for step in steps.values())]
-    lengths = [_length(steps, offsets) for steps in whole]
-    kept = whole or numbered[-1:] or [{}]
-    placed = [spans(checked, steps, offsets) for steps in kept]
-    middle = _middle(lengths) or range(len(placed))
-    usual = [placed[number] for number in middle]
-    timelines = [_timeline(checked, step, records) for step in placed]
-    shown = lengths.index(median_low(lengths)) if lengths else 0
-    zero = min((step.began - offsets[rank] for rank, step in kept[shown].items()), default=0.0)
+    whole_steps = [
+        steps for steps in numbered if len(steps) == len(records) and all(step.ended for step in steps.values())
+    ]
+    lengths = [_length(steps, offsets) for steps in whole_steps]
+    shown_steps = whole_steps or numbered[-1:] or [{}]
+    step_spans = [spans(checked, steps, offsets) for steps in shown_steps]
+    middle = _middle(lengths) or range(len(step_spans))
+    middle_spans = [step_spans[number] for number in middle]
+    timelines = [_timeline(checked, step, records) for step in step_spans]
+    shown_step = lengths.index(median_low(lengths)) if lengths else 0
+    zero = min((step.began - offsets[rank] for rank, step in shown_steps[shown_step].items()), default=0.0)
     return Measured(
-        timelines[shown],
-        [_means([step[rank] for step in usual if rank in step]) for rank in ranks],
+        timelines[shown_step],
+        [_means([step[rank] for step in middle_spans if rank in step]) for rank in ranks],
         [_mean_times([rank_times(timelines[number], rank) for number in middle]) for rank in ranks],
         lengths,
         [_fullest(records.get(rank)) for rank in ranks],
-        [_counter(records.get(rank), kept[shown].get(rank), zero) for rank in ranks],
+        [_counter(records.get(rank), shown_steps[shown_step].get(rank), zero) for rank in ranks],
         [record.memory.peak if (record := records.get(rank)) and record.memory else 0 for rank in ranks],
         max((record.bound for record in records.values()), default=0.0),
-        list(_missing(checked, records, bool(whole))),
+        list(_missing(checked, records, bool(whole_steps))),
     )
 
 
@@ -137,17 +139,19 @@ def _middle(lengths: Sequence[float]) -> list[int]:
     return order[quarter : len(order) - quarter]
 
 
-def _means(each: Sequence[Spans]) -> dict[int, float]:
+def _means(spans_of_steps: Sequence[Spans]) -> dict[int, float]:
     """Return the mean duration of each op.
 
     Medians would add up to less than a step, since a communication is usually fast and sometimes slow.
     """
-    places = sorted({at for spans in each for at in spans})
-    return {at: fmean(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
+    places = sorted({at for spans in spans_of_steps for at in spans})
+    return {
+        at: fmean(end - start for spans in spans_of_steps if at in spans for start, end in [spans[at]]) for at in places
+    }
 
 
-def _mean_times(each: Sequence[RankTimes]) -> RankTimes:
-    return RankTimes(*map(fmean, zip(*each, strict=True)))
+def _mean_times(times_of_steps: Sequence[RankTimes]) -> RankTimes:
+    return RankTimes(*map(fmean, zip(*times_of_steps, strict=True)))
 
 
 def _timeline(checked: Checked, step: Mapping[int, Spans], records: Mapping[int, RankRecord]) -> Timeline:
@@ -187,13 +191,13 @@ def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -
     sentences = [f"rank {rank} left no record" for rank in range(len(tapes)) if rank not in records]
     if not whole:
         sentences.append("no step was recorded to its end on all ranks")
-    most = max((len(record.steps) for record in records.values()), default=0)
+    most_steps = max((len(record.steps) for record in records.values()), default=0)
     for rank, record in sorted(records.items()):
-        if len(record.steps) < most:
-            sentences.append(f"rank {rank} recorded {counted(len(record.steps), 'step')} and another {most}")
+        if len(record.steps) < most_steps:
+            sentences.append(f"rank {rank} recorded {counted(len(record.steps), 'step')} and another {most_steps}")
         elif record.steps and record.steps[-1].ended is None:
             place = _place(tapes[rank], record.steps[-1].ops)
-            sentences.append(f"rank {rank} came no further than {place} of recorded step {most - 1}")
+            sentences.append(f"rank {rank} came no further than {place} of recorded step {most_steps - 1}")
         if record.memory is not None and len(record.memory.live) < len(tapes[rank]):
             sentences.append(f"rank {rank} measured memory no further than {_place(tapes[rank], record.memory.live)}")
     unmeasured = [str(rank) for rank, record in sorted(records.items()) if record.memory is None]
@@ -229,14 +233,14 @@ class KindRow:
     Attributes:
         rank, kind: the rank, and the kind of op.
         ops: number of these ops on the tape.
-        seen: number of these ops that were measured; smaller if the run was interrupted.
+        measured_ops: number of these ops that were measured; smaller if the run was interrupted.
         seconds: total time of the measured ops.
     """
 
     rank: int
     kind: OpKind
     ops: int
-    seen: int
+    measured_ops: int
     seconds: Pair
 
 
@@ -295,12 +299,12 @@ def compare(
 
 
 def _rank(measured: Measured, predicted: Timeline | None, predicted_memory: Sequence[int] | None, rank: int) -> RankRow:
-    expected, seen = rank_times(predicted, rank) if predicted else None, measured.ranks[rank]
+    expected, times = rank_times(predicted, rank) if predicted else None, measured.ranks[rank]
     return RankRow(
         rank,
-        Pair(expected and expected.computing, seen.computing),
-        Pair(expected and expected.exposed, seen.exposed),
-        Pair(expected and expected.idle, seen.idle),
+        Pair(expected and expected.computing, times.computing),
+        Pair(expected and expected.exposed, times.exposed),
+        Pair(expected and expected.idle, times.idle),
         Pair(predicted_memory[rank] if predicted_memory else None, sum(measured.live[rank].values()) or None),
     )
 
@@ -314,9 +318,9 @@ def _kinds(measured: Measured, predicted: Timeline | None, rank: int) -> list[Ki
             places[op.kind].append(at)
     rows: list[KindRow] = []
     for kind, ops in places.items():
-        seen = [at for at in ops if at in seconds]
-        total = None if expected is None else sum(expected[at] for at in seen)
-        rows.append(KindRow(rank, kind, len(ops), len(seen), Pair(total, sum(seconds[at] for at in seen))))
+        timed_ops = [at for at in ops if at in seconds]
+        total = None if expected is None else sum(expected[at] for at in timed_ops)
+        rows.append(KindRow(rank, kind, len(ops), len(timed_ops), Pair(total, sum(seconds[at] for at in timed_ops))))
     return rows
 
 
@@ -333,13 +337,13 @@ class TraceFile:
         job: the settings of the training (see `shardlab.train.job`).
         fingerprint: fingerprint of the tapes that ran.
         records: records of the ranks.
-        lost: a sentence for each file that is incomplete or cannot be read.
+        problems: a sentence for each file that is incomplete or cannot be read.
     """
 
     job: dict[str, Any]
     fingerprint: str
     records: dict[int, RankRecord]
-    lost: list[str]
+    problems: list[str]
 
     def measured(self, checked: Checked) -> Measured:
         """Combine the records of all ranks.
@@ -356,8 +360,8 @@ class TraceFile:
                 "version of Shardlab that recorded it"
             )
         with _complaining("this trace"):
-            seen = measured(checked, self.records)
-        return replace(seen, missing=[*self.lost, *seen.missing])
+            combined = measured(checked, self.records)
+        return replace(combined, missing=[*self.problems, *combined.missing])
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -389,18 +393,18 @@ def read_trace(folder: Path) -> TraceFile:
     paths = [whole] if whole.exists() else sorted(folder.glob("measured-rank-*.jsonl"))
     if not paths:
         raise UserError(f"{folder} has no trace; run shardlab train with --trace")
-    found: list[TraceFile] = []
-    lost: list[str] = []
+    files: list[TraceFile] = []
+    problems: list[str] = []
     for path in paths:
         try:
-            found.append(_read(path))
+            files.append(_read(path))
         except (OSError, json.JSONDecodeError, TooDeep) as error:
-            lost.append(f"{path} cannot be read as a trace: {error}")
-    if not found:
-        raise UserError("; ".join(lost))
-    records = {rank: record for file in found for rank, record in file.records.items()}
-    lost += [sentence for file in found for sentence in file.lost]
-    return TraceFile(found[0].job, found[0].fingerprint, records, lost)
+            problems.append(f"{path} cannot be read as a trace: {error}")
+    if not files:
+        raise UserError("; ".join(problems))
+    records = {rank: record for file in files for rank, record in file.records.items()}
+    problems += [sentence for file in files for sentence in file.problems]
+    return TraceFile(files[0].job, files[0].fingerprint, records, problems)
 
 
 @contextmanager
@@ -444,8 +448,10 @@ def _read(path: Path) -> TraceFile:
     first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     content: Any = parse_document(json.loads, first)
     head = cast(dict[str, Any], content) if isinstance(content, dict) else {}
-    if (found := head.get("format")) != FORMAT:
-        raise UserError(f"{path} is a trace of format {found!r}, but this version of Shardlab reads format {FORMAT}")
+    if (file_format := head.get("format")) != FORMAT:
+        raise UserError(
+            f"{path} is a trace of format {file_format!r}, but this version of Shardlab reads format {FORMAT}"
+        )
     with _complaining(str(path)):
         records = {rank: RankRecord(rank, offset, bound) for rank, offset, bound in head["clocks"]}
         count = 0
@@ -457,15 +463,15 @@ def _read(path: Path) -> TraceFile:
             _add(records[entry["rank"]], entry)
             count += 1
         whole = count == head["entries"]
-        lost = [] if whole else [f"{path} is cut off: {count} of its {head['entries']} entries can be read"]
-        return TraceFile(head["job"], head["fingerprint"], records, lost)
+        problems = [] if whole else [f"{path} is cut off: {count} of its {head['entries']} entries can be read"]
+        return TraceFile(head["job"], head["fingerprint"], records, problems)
 
 
 def _add(record: RankRecord, entry: Mapping[str, Any]) -> None:
     """Add an entry of a file to a record. JSON has text instead of numbers as keys, and lists instead of tuples."""
     if "step" in entry:
         step = entry["step"]
-        ops = {int(at): OpTimes(*each) for at, each in step["ops"].items()}
+        ops = {int(at): OpTimes(*times) for at, times in step["ops"].items()}
         record.steps.append(StepRecord(step["began"], step["ended"], ops))
     else:
         memory = entry["memory"]

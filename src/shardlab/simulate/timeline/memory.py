@@ -65,7 +65,7 @@ class RankMemory:
     """Memory of one rank in a step, in bytes or in elements.
 
     Attributes:
-        before: for each op, the memory when it starts, before its own output is stored.
+        before_ops: for each op, the memory when it starts, before its own output is stored.
         during: for each op, the memory while it runs, with its own output.
         peak: the maximum of `during`.
         peak_op: index of the first op that reaches the peak.
@@ -74,7 +74,7 @@ class RankMemory:
         at_starts: for each op, the memory when it starts, by category (empty unless requested).
     """
 
-    before: list[int]
+    before_ops: list[int]
     during: list[int]
     peak: int
     peak_op: int
@@ -98,7 +98,7 @@ def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list
     def size(spec: Spec) -> int:
         return elements(spec) if spec.kind in of else 0
 
-    return [TapeMemory(tape, traced.specs[row], size).run().before for row, tape in enumerate(traced.program.tapes)]
+    return [TapeMemory(tape, traced.specs[row], size).run().before_ops for row, tape in enumerate(traced.program.tapes)]
 
 
 def memory_in_elements(traced: Traced) -> list[RankMemory]:
@@ -128,15 +128,15 @@ def peak_elsewhere_in_bytes(traced: Traced, place: str) -> list[int]:
     return [TapeMemory(tape, traced.specs[row], size, real=True, memory=place).run().peak for row, tape in tapes]
 
 
-def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
+def memory_in_bytes(traced: Traced, kept_sizes: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
     """Return the memory of each rank in bytes, counted as the executor allocates them.
 
     Args:
-        kept: sizes of values as they lie in memory, for example in a framework that saves other activations (None: the
-            sizes of the program).
+        kept_sizes: sizes of values as they lie in memory, for example in a framework that saves other activations
+            (None: the sizes of the program).
         counters: whether to count all categories at every op.
     """
-    size = Bytes(kept or traced.program.sizes)
+    size = Bytes(kept_sizes or traced.program.sizes)
     arenas = arenas_of(traced.program, traced.specs)
     return [
         TapeMemory(
@@ -293,22 +293,22 @@ class TapeMemory(MemoryLedger):
         self._bytes, self._category = [0] * values, [0] * values  # of each value
         super().__init__()
         self.hold(_INDEX[Category.ARENA], arena.bytes)
-        self._saved: dict[int, dict[Form, int]] = {}  # activation to the values that layers saved with it
+        self._saved_with: dict[int, dict[Form, int]] = {}  # activation to the values that layers saved with it
         self._only_saved: set[int] = set()  # activations that only their layers still keep
-        self._inside: dict[int, int] = {}  # residual inside a saved value to its bytes
+        self._residual_bytes: dict[int, int] = {}  # residual inside a saved value to its bytes
         self._residual_in: dict[int, int] = {}  # saved value to the residual inside it
         self._issued: dict[int, tuple[int, ...]] = {}  # handle to the results of a communication in flight
         self._buffers: dict[int, tuple[list[int], int]] = {}  # by handle: the batch's handles, its bytes
 
     def run(self) -> RankMemory:
         """Follow the tape from the first op to the last."""
-        before, during = list[int](), list[int]()
+        before_ops, during = list[int](), list[int]()
         counters, at_starts = list[tuple[int, ...]](), list[tuple[int, ...]]()
         overwrites, last_reads, counts = self._overwrites, self._last_reads, self._counts
         peak_op = 0
         for at, op in enumerate(self._tape):
             kind = op[0]
-            before.append(self.bytes)
+            before_ops.append(self.bytes)
             if counts:
                 at_starts.append(tuple(self.by_category))
             if kind is not FREE and kind is not WAIT:
@@ -335,27 +335,27 @@ class TapeMemory(MemoryLedger):
             elif kind.row.saved_input >= 0 or kind.row.keeps:
                 self._keep_for_backward(op)
         bytes, by_category, *_ = self.peak or (self.bytes, tuple(self.by_category))
-        return RankMemory(before, during, bytes, peak_op, by_category, counters, at_starts)
+        return RankMemory(before_ops, during, bytes, peak_op, by_category, counters, at_starts)
 
     def _compute(self, op: Op) -> None:
         """Add the outputs of an op of the compute stream, and the value that its layer saves."""
         kind, layer, inputs, outputs = op[0], op[1], op[2], op[3]
         specs, hold = self._specs, self._hold
         saves = kind.row.keeps is _SAVED and specs[outputs[-1]][0].kind is _SAVED
-        if self._inside and not saves:
+        if self._residual_bytes and not saves:
             self._move_residuals_out(inputs)
         shares_residual = saves and self._saves_residual and self._saves_residual[layer]
         for number in outputs:
             spec = specs[number]
             hold(number, spec, CATEGORY_OF_KIND[spec[0].kind])
             if shares_residual and spec[0].kind is _RESIDUAL:
-                self._inside[number], self._residual_in[outputs[-1]] = self._bytes[number], number
+                self._residual_bytes[number], self._residual_in[outputs[-1]] = self._bytes[number], number
                 self._release(number)
 
     def _communicate(self, at: int, op: Op) -> None:
         """Add the outputs of a communication or a copy, now in flight, and the buffer of its batch of collectives."""
         kind, inputs, outputs, handle = op[0], op[2], op[3], op[4]
-        if self._inside:
+        if self._residual_bytes:
             self._move_residuals_out(inputs)
         for number in outputs:
             spec = self._specs[number]
@@ -384,7 +384,7 @@ class TapeMemory(MemoryLedger):
 
     def _update(self, op: Op) -> None:
         """End the inputs that an op replaces in place: its outputs use their memory."""
-        for number in self._views.ended(tuple([op[2][place] for place in op[0].row.ends])):
+        for number in self._views.release(tuple([op[2][place] for place in op[0].row.ends])):
             self._release(number)
 
     def _release_input(self, at: int, op: Op) -> None:
@@ -401,43 +401,43 @@ class TapeMemory(MemoryLedger):
         A kept input ends with the last saved value that belongs to it.
         """
         row, activation, specs = op[0].row, op[2][0], self._specs
-        saved = self._saved.setdefault(activation, {})
-        ended = list[int]()
+        saved_values = self._saved_with.setdefault(activation, {})
+        unused = list[int]()
         if row.saved_input >= 0:
-            ended.append(saved.pop(specs[op[2][row.saved_input]][0]))
+            unused.append(saved_values.pop(specs[op[2][row.saved_input]][0]))
         if row.keeps and (form := specs[op[3][-1]][0]).kind is row.keeps:
-            if form in saved:
-                ended.append(saved[form])
-            saved[form] = op[3][-1]
-        if not saved and activation in self._only_saved:
-            ended.append(activation)
-        for number in ended:
+            if form in saved_values:
+                unused.append(saved_values[form])
+            saved_values[form] = op[3][-1]
+        if not saved_values and activation in self._only_saved:
+            unused.append(activation)
+        for number in unused:
             self._end(number)
 
     def _free(self, number: int) -> None:
         """End a value, and the values that layers saved with it."""
-        if number not in self._saved and not self._views.roots:  # the usual case
+        if number not in self._saved_with and not self._views.roots:  # the usual case
             self._end(number)
             return
-        for each in self._views.ended((number, *self._saved.pop(number, {}).values())):
-            self._end(each)
+        for value in self._views.release((number, *self._saved_with.pop(number, {}).values())):
+            self._end(value)
 
     def _end(self, number: int) -> None:
         """End a value. A residual inside it moves to separate memory."""
         bytes, self._bytes[number] = self._bytes[number], 0  # as `_release`, without a call
         self.by_category[self._category[number]] -= bytes
         self.bytes -= bytes
-        if self._inside:
-            if number in self._inside:
-                del self._inside[number]
+        if self._residual_bytes:
+            if number in self._residual_bytes:
+                del self._residual_bytes[number]
             elif number in self._residual_in:
                 self._move_residuals_out((self._residual_in.pop(number),))
 
     def _move_residuals_out(self, numbers: Iterable[int]) -> None:
         """Move residuals that lie inside a saved value to separate memory."""
         for number in numbers:
-            if number in self._inside:
-                bytes = self._inside.pop(number)
+            if number in self._residual_bytes:
+                bytes = self._residual_bytes.pop(number)
                 self._bytes[number] = bytes
                 self.hold(self._category[number], bytes)
 
@@ -464,8 +464,8 @@ def _overwrites(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, real: b
     older_of = {at: older for at, (older, _) in in_place.fused.items()}
     if real:
         # A REDUCE has an output only on its root.
-        written = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)
-        older_of |= {at: tape[at].inputs[0] for at in written}
+        reusing_ops = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)
+        older_of |= {at: tape[at].inputs[0] for at in reusing_ops}
     if buckets.batched:
         older_of = {
             at: older for at, older in older_of.items() if at not in buckets.batched and older not in buckets.first
@@ -484,17 +484,17 @@ class Views:
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], neighbours: Mapping[int, int]) -> None:
         self.roots = view_roots(tape, specs)
         if self.roots:
-            loaded = {op.outputs[0] for op in tape if op[0] is OpKind.LOAD_OPT_STATE}
+            loaded_states = {op.outputs[0] for op in tape if op[0] is OpKind.LOAD_OPT_STATE}
             states = {op.outputs[1]: self.roots.get(op.inputs[2]) for op in tape if op[0] is OpKind.UPDATE}
             viewed = set(self.roots.values())
             self.roots |= {number: home for number, home in KeptWeights(tape, specs).owners.items() if home in viewed}
-            self.roots |= {number: root for number, root in states.items() if root in loaded}
+            self.roots |= {number: root for number, root in states.items() if root in loaded_states}
         self.roots = {number: neighbours.get(root, root) for number, root in self.roots.items()}
         self.roots |= {number: first for number, first in neighbours.items() if number != first}
-        self._left = Counter(self.roots.values())  # views that have not ended, and the value itself
-        self._left.update(self._left.keys())
+        self._users = Counter(self.roots.values())  # views that have not ended, and the value itself
+        self._users.update(self._users.keys())
 
-    def ended(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    def release(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Return the values whose memory is freed when some values end.
 
         Memory that another value still uses is not freed.
@@ -502,5 +502,5 @@ class Views:
         if not self.roots:
             return numbers
         roots = [self.roots.get(number, number) for number in numbers]
-        self._left.subtract(roots)
-        return tuple([root for root in roots if self._left[root] <= 0])
+        self._users.subtract(roots)
+        return tuple([root for root in roots if self._users[root] <= 0])

@@ -99,7 +99,7 @@ class PriceList:
         self._traced = traced
         self._sizes = traced.program.sizes
         self._prices = prices.for_model(self._sizes)
-        self._known: dict[Hashable, float] = {}
+        self._cache: dict[Hashable, float] = {}
         self._messages: dict[Hashable, tuple[float, float]] = {}
         self._bytes = Bytes(self._sizes)
 
@@ -115,9 +115,9 @@ class PriceList:
             key = (kind, layer, _work_key(specs[outputs[0]]))
         else:
             key = (kind, layer, *[_work_key(specs[number]) for number in (*inputs, *outputs)])
-        time = self._known.get(key)
+        time = self._cache.get(key)
         if time is None:
-            time = self._known[key] = self._prices.compute_time(op, specs, self._sizes)
+            time = self._cache[key] = self._prices.compute_time(op, specs, self._sizes)
         return time
 
     def collective(self, *together: Communication) -> float:
@@ -128,36 +128,36 @@ class PriceList:
         tapes, bytes = self._traced.program.tapes, 0
         op = None
         for communication in together:
-            most = 0
+            largest = 0
             for rank, _, at in communication.participants:
                 op, specs = tapes[rank][at], self._traced.specs[rank]
                 for number in (*op[2], *op[3]):
-                    most = max(most, self._bytes(specs[number]))
-            bytes += most
+                    largest = max(largest, self._bytes(specs[number]))
+            bytes += largest
         assert op is not None
         assert op.group is not None
         key = (op[0], op.group, bytes)
-        time = self._known.get(key)
+        time = self._cache.get(key)
         if time is None:
-            time = self._known[key] = self._prices.collective_time(op[0], bytes, op.group)
+            time = self._cache[key] = self._prices.collective_time(op[0], bytes, op.group)
         return time
 
     def copy(self, op: Op, specs: Mapping[int, Spec]) -> float:
         """Return the time of an OFFLOAD or a RELOAD."""
-        there = specs[op[3][0] if op[0] is OpKind.OFFLOAD else op[2][0]]
-        key = (op[0], there.form, self._bytes(there))
-        time = self._known.get(key)
+        host_spec = specs[op[3][0] if op[0] is OpKind.OFFLOAD else op[2][0]]
+        key = (op[0], host_spec.form, self._bytes(host_spec))
+        time = self._cache.get(key)
         if time is None:
-            time = self._known[key] = self._prices.copy_time(op[0], self._bytes(there), there.form.place)
+            time = self._cache[key] = self._prices.copy_time(op[0], self._bytes(host_spec), host_spec.form.place)
         return time
 
     def message(self, send: Op, row: int, specs: Mapping[int, Spec]) -> tuple[float, float]:
         """Return the time of a message on its sender and on its receiver."""
-        sent = specs[send[2][0]]
-        bytes, source = self._bytes(sent), rank_of(self._traced.program, row)
-        key = (sent.kind, source, send.peer, bytes)
+        message = specs[send[2][0]]
+        bytes, source = self._bytes(message), rank_of(self._traced.program, row)
+        key = (message.kind, source, send.peer, bytes)
         if key not in self._messages:
-            self._messages[key] = self._prices.message_times(sent.kind, bytes, source, send.peer)
+            self._messages[key] = self._prices.message_times(message.kind, bytes, source, send.peer)
         return self._messages[key]
 
 
@@ -170,14 +170,14 @@ class Bytes:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self._known: dict[Hashable, int] = {}
+        self._cache: dict[Hashable, int] = {}
 
     def __call__(self, spec: Spec) -> int:
         form, cells = spec[0], spec[1]
         key = (form, cells.bit_count()) if form.kind in ROW_KINDS else form
-        size = self._known.get(key)
+        size = self._cache.get(key)
         if size is None:
-            size = self._known[key] = self.sizes.bytes(spec)
+            size = self._cache[key] = self.sizes.bytes(spec)
         return size
 
 
@@ -238,5 +238,5 @@ def awaited_text(awaited: Awaited) -> str:
 
 def stands_for(program: Program, row: int) -> range:
     """Return the ranks that a row represents: one, or in a folded program all ranks of a pipeline stage."""
-    each = program.mesh.world // program.ranks
-    return range(row * each, (row + 1) * each)
+    ranks_per_row = program.mesh.world // program.ranks
+    return range(row * ranks_per_row, (row + 1) * ranks_per_row)

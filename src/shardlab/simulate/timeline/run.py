@@ -137,7 +137,7 @@ class Clocks(EventLoop[int]):
         self._together = together_of(traced)
         self._arrives: dict[int, float] = {}  # message whose send has run -> arrival time
         self._duplex = prices.messages == "full duplex"
-        self._wanted: dict[int, float] = {}  # message -> time at which its receive was issued
+        self._receives_issued: dict[int, float] = {}  # message -> time at which its receive was issued
         self._handle_times: list[dict[int, StartEnd]] = [{} for _ in tapes]
         self._handle_op: list[dict[int, int]] = [{} for _ in tapes]
 
@@ -147,12 +147,12 @@ class Clocks(EventLoop[int]):
         Raises:
             UserError: if ranks wait for ever, because messages are rendezvous and the program needs buffered sends.
         """
-        waiting = self.run_rows()
-        if waiting:
-            tape = self._traced.program.tapes[waiting[0]]
-            op = tape[self._handle_op[waiting[0]][tape[self.at[waiting[0]]].handle]]
+        blocked_rows = self.run_rows()
+        if blocked_rows:
+            tape = self._traced.program.tapes[blocked_rows[0]]
+            op = tape[self._handle_op[blocked_rows[0]][tape[self.at[blocked_rows[0]]].handle]]
             raise UserError(
-                f"the step never ends where a send waits for its receive: rank {waiting[0]} waits in {op}; issue "
+                f"the step never ends where a send waits for its receive: rank {blocked_rows[0]} waits in {op}; issue "
                 "crossing sends and receives with exchange"
             )
         return self._times
@@ -219,7 +219,7 @@ class Clocks(EventLoop[int]):
         if kind is SEND:
             self.push(now, number)
         else:
-            self._wanted[number] = now
+            self._receives_issued[number] = now
             self._receive(number)
         return [PENDING, PENDING]
 
@@ -235,7 +235,7 @@ class Clocks(EventLoop[int]):
             together = [
                 self._traced.communications[other] for other in self._together.get(communication, (communication,))
             ]
-            members = [member for each in together for member in each.participants]
+            members = [member for collective in together for member in collective.participants]
             self._run(about, members, ready, self._price.collective(*together))
             return
         rank, _, at = about.participants[0]
@@ -256,9 +256,9 @@ class Clocks(EventLoop[int]):
 
     def _receive(self, number: int) -> None:
         """Make a receive ready if it has been issued and the arrival time of its message is known."""
-        if number in self._arrives and number in self._wanted:
-            wanted = self._wanted[number]
-            self.push(wanted if self._duplex else max(wanted, self._arrives[number]), number)
+        if number in self._arrives and number in self._receives_issued:
+            issued = self._receives_issued[number]
+            self.push(issued if self._duplex else max(issued, self._arrives[number]), number)
 
     def _receive_transfer(self, message: Communication, arrives: float) -> None:
         """Set start and end of a receive on a full-duplex link.
@@ -266,13 +266,13 @@ class Clocks(EventLoop[int]):
         They are those of the transfer. If the message arrived before the receive was issued, both are the time of the
         issue.
         """
-        (sender, _, sent), (receiver, handle, op) = message.participants
-        times, wanted = self._times, self._wanted[self._traced.communication_of[receiver][handle]]
-        start, end = (times.starts[sender][sent], arrives) if arrives > wanted else (wanted, wanted)
+        (sender, _, send_op), (receiver, handle, op) = message.participants
+        times, issued = self._times, self._receives_issued[self._traced.communication_of[receiver][handle]]
+        start, end = (times.starts[sender][send_op], arrives) if arrives > issued else (issued, issued)
         times.starts[receiver][op], times.ends[receiver][op] = start, end
-        times.ready[receiver][op] = times.ready[sender][sent] if arrives > wanted else wanted
+        times.ready[receiver][op] = times.ready[sender][send_op] if arrives > issued else issued
         self._handle_times[receiver][handle][:] = start, end
-        self.wake(receiver, self._handle_times[receiver][handle], wanted)
+        self.wake(receiver, self._handle_times[receiver][handle], issued)
 
     def _run(
         self, communication: Communication, members: Sequence[Participant], ready: float, duration: float
@@ -331,8 +331,8 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
         names = {
             at: category.value for at, category in enumerate(CATEGORIES) if arena or category is not Category.ARENA
         }
-        named = ({name: live[at] for at, name in names.items()} for live in memory.counters)
-        counters.append(counter_of(zip(moments(tape, times.starts[row], times.ends[row]), named, strict=True)))
+        samples = ({name: live[at] for at, name in names.items()} for live in memory.counters)
+        counters.append(counter_of(zip(moments(tape, times.starts[row], times.ends[row]), samples, strict=True)))
     return counters
 
 

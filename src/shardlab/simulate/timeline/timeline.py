@@ -163,22 +163,22 @@ def traffic(checked: Checked) -> list[Traffic]:
 
 
 def _of_rank(checked: Checked, rank: int) -> Traffic:
-    sent, sizes = Traffic(), checked.program.sizes
+    traffic, sizes = Traffic(), checked.program.sizes
     for op in checked.program.tapes[rank]:
         if op.kind is OpKind.SEND:
-            sent.messages += 1
+            traffic.messages += 1
             times = 1.0
         elif op.kind in COLLECTIVES and op.group is not None and len(op.group.ranks) > 1:
-            sent.collectives += 1
+            traffic.collectives += 1
             times = _times(op, rank, op.group.ranks)
         else:
             continue
         if not times:
             continue
         spec = checked.specs[rank][(op.inputs or op.outputs)[0]]
-        sent.elements += times * sizes.elements(spec)
-        _add(sent, spec, times * sizes.bytes(spec))
-    return sent
+        traffic.elements += times * sizes.elements(spec)
+        _add(traffic, spec, times * sizes.bytes(spec))
+    return traffic
 
 
 def _times(op: Op, rank: int, ranks: tuple[int, ...]) -> float:
@@ -202,10 +202,10 @@ def _times(op: Op, rank: int, ranks: tuple[int, ...]) -> float:
     }.get(op.kind, 1.0)
 
 
-def _add(sent: Traffic, spec: Spec, amount: float) -> None:
+def _add(traffic: Traffic, spec: Spec, amount: float) -> None:
     if spec.kind in (Kind.WEIGHT, Kind.GRAD_WEIGHT):
-        sent.weights += amount
+        traffic.weights += amount
     elif spec.kind in ROW_KINDS and spec.kind is not Kind.STATS:
-        sent.activations += amount
+        traffic.activations += amount
     else:
-        sent.others += amount
+        traffic.others += amount

@@ -33,7 +33,7 @@ def short(**words: object) -> ShortModel:
 
 
 def left_out(model: ShortModel) -> int:
-    return sum(gap.more for gap in model.gaps)
+    return sum(gap.missing_blocks for gap in model.gaps)
 
 
 @pytest.mark.parametrize("pp", [1, 4, 8])
@@ -53,7 +53,7 @@ def test_the_layers_of_a_short_model_are_identical_to_those_that_they_stand_for(
     model = shorten(whole, 0)
     assert left_out(model) > 20
     for layer, number in enumerate(model.whole_layer):
-        assert model.alike[layer] == whole.repeated.alike[number]
+        assert model.sample_layer[layer] == whole.repeated.alike[number]
 
 
 def test_no_block_is_left_out_of_short_stages_or_without_extra_blocks() -> None:
@@ -66,7 +66,7 @@ def test_blocks_that_are_recomputed_and_others_have_gaps_of_their_own() -> None:
     before, after = model.gaps
     assert before.stop <= after.start
     assert isinstance(model.plan.recompute, tuple)
-    assert len(model.plan.recompute) == 30 - before.more
+    assert len(model.plan.recompute) == 30 - before.missing_blocks
 
 
 GROUP = Group("dp_shard", (0, 1))

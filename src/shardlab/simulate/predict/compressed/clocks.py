@@ -54,8 +54,8 @@ class Compute:
     def extend(self, seconds: float, waits: Sequence[Interval], exposed: Exposed) -> None:
         """Add subsequent compute."""
         if waits:
-            before = self.seconds
-            self.waits += [(before + start, before + end) for start, end in waits]
+            earlier_seconds = self.seconds
+            self.waits += [(earlier_seconds + start, earlier_seconds + end) for start, end in waits]
         if exposed:
             self.exposed += exposed
         self.seconds += seconds
@@ -317,17 +317,17 @@ class _RowClocks(EventLoop[_Meeting]):
 
         If communication slows compute down, this includes the time that the row has lost to the communication.
         """
-        ready, again = times[0], clock
+        ready, resumes = times[0], clock
         if self.slows:
             start = times[1]
             for end in times[2:]:
-                again = self.idle[row].wait(again, start, end, self.contention, self.lag)
+                resumes = self.idle[row].wait(resumes, start, end, self.contention, self.lag)
                 start = end
         elif times[-1] > clock:
-            again = times[-1]
-        if again > clock and again > ready:
-            self.exposed[awaited] += again - (clock if clock > ready else ready)
-        return again
+            resumes = times[-1]
+        if resumes > clock and resumes > ready:
+            self.exposed[awaited] += resumes - (clock if clock > ready else ready)
+        return resumes
 
     def _join(self, row: int, clock: float, part: Rendezvous, started: list[StartEnd]) -> float:
         """Join a row to its next communication on a channel, and return the seconds in which it computes nothing."""
@@ -347,21 +347,21 @@ class _RowClocks(EventLoop[_Meeting]):
             self.push(meeting.ready, meeting)
         return part.blocks
 
-    def _pass_end(self, row: int, done: MeasuredPass, clock: float) -> float:
+    def _pass_end(self, row: int, measured_pass: MeasuredPass, clock: float) -> float:
         """Return the end of a pass. Each of its collectives starts when its stream is free, and is awaited at once."""
         collectives, idle = self._rows[row].collectives, self.idle[row]
-        free = {group: collectives[group][-1][2] for group in done.groups if collectives[group]}
+        free = {group: collectives[group][-1][2] for group in measured_pass.groups if collectives[group]}
         if not free or max(free.values()) <= clock:
-            if done.waits:
-                idle.append_pass(clock, done.idle)
-            return clock + done.seconds
-        for after, group, seconds, kind in done.collectives:
-            clock += after
+            if measured_pass.waits:
+                idle.append_pass(clock, measured_pass.idle)
+            return clock + measured_pass.seconds
+        for gap, group, seconds, kind in measured_pass.collectives:
+            clock += gap
             end = max(clock, free.get(group, clock)) + seconds
             self.exposed[kind, group.axis] += end - clock - seconds  # in addition to those of the pass
             idle.append(clock, end)
             clock = end
-        return clock + done.rest
+        return clock + measured_pass.rest
 
     def start(self, communication: _Meeting, ready: float) -> None:
         part, times = communication.part, communication.times

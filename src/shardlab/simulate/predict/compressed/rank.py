@@ -60,7 +60,7 @@ class StepRecorder(MemoryLedger):
         self.model, self.positions = model, model.positions
         self.started = Counter[Group]()
         self.outstanding: dict[SizedHandle, None] = {}
-        self.may_grow: Callable[[Mapping[SizedHandle, object], int], bool] = lambda _handles, _more: False
+        self.may_grow: Callable[[Mapping[SizedHandle, object], int], bool] = lambda _handles, _added: False
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -111,10 +111,15 @@ class StepRecorder(MemoryLedger):
         self._end_segment()
         if self._entered is not None:
             assert self._position is not None
-            gap, after = self._position
-            if position is None or position != Position(gap, not after) or loop != self._loop:
+            gap, after_gap = self._position
+            if position is None or position != Position(gap, not after_gap) or loop != self._loop:
                 raise NotPeriodicError
-            self._repeat(*self._entered, self._in_flight(position), gap.more, -gap.each if after else gap.each)
+            self._repeat(
+                *self._entered,
+                self._in_flight(position),
+                gap.missing_blocks,
+                -gap.block_layers if after_gap else gap.block_layers,
+            )
             self._entered = None
         elif position is not None:
             self._entered = self._in_flight(position), self.started.copy()
@@ -126,13 +131,20 @@ class StepRecorder(MemoryLedger):
 
     def _in_flight(self, position: Position) -> InFlight:
         """Return the collectives in flight by group and kind of value, each with its state relative to a block."""
-        first = position.gap.at - (0 if position.after else position.gap.each)
+        first = position.gap.at - (0 if position.after_gap else position.gap.block_layers)
         in_flight: InFlight = defaultdict(dict)
         for handle in self.outstanding:
             in_flight[handle.group, handle.result and handle.result.kind][handle] = handle.relative_to(first)
         return in_flight
 
-    def _repeat(self, before: InFlight, started: Counter[Group], now: InFlight, more: int, distance: int) -> None:
+    def _repeat(
+        self,
+        in_flight_before: InFlight,
+        started_before: Counter[Group],
+        in_flight: InFlight,
+        repetitions: int,
+        distance: int,
+    ) -> None:
         """Repeat the last segment, and count the collectives that its repetitions start.
 
         For each group and kind of value, the collectives in flight must meet one of three conditions: they are the same
@@ -142,26 +154,26 @@ class StepRecorder(MemoryLedger):
         Raises:
             NotPeriodicError: if none of the conditions holds.
         """
-        started = self.started - started
-        for queue in before.keys() | now.keys():
-            old, new = before[queue], now[queue]
+        started_before = self.started - started_before
+        for queue in in_flight_before.keys() | in_flight.keys():
+            old, new = in_flight_before[queue], in_flight[queue]
             if list(old.values()) == list(new.values()):
                 for handle in new:
-                    handle.number += more * started[handle.group]
-            elif old and old.keys() < new.keys() and self.may_grow(new, more * (len(new) - len(old))):
+                    handle.number += repetitions * started_before[handle.group]
+            elif old and old.keys() < new.keys() and self.may_grow(new, repetitions * (len(new) - len(old))):
                 added = [handle for handle in new if handle not in old]
-                repetition = Repetition(more, distance, started[added[0].group], len(added))
+                repetition = Repetition(repetitions, distance, started_before[added[0].group], len(added))
                 for handle in added:
                     handle.repetition = repetition
             elif old.keys() != new.keys():
                 raise NotPeriodicError
-        self._repeat_segment(more, distance, started)
+        self._repeat_segment(repetitions, distance, started_before)
 
-    def _repeat_segment(self, more: int, distance: int, started: Counter[Group]) -> None:
+    def _repeat_segment(self, repetitions: int, distance: int, started: Counter[Group]) -> None:
         """Repeat the last segment. It has started the collectives `started`, counted by group."""
         for group, number in started.items():
-            self.started[group] += more * number
-        self._segments[-1] = StepSegment(self._segments[-1].step, more, distance, started)
+            self.started[group] += repetitions * number
+        self._segments[-1] = StepSegment(self._segments[-1].step, repetitions, distance, started)
 
     def _land(self, repetition: Repetition | None) -> None:
         """Begin, continue or end a segment of waits for repeated collectives.
@@ -187,7 +199,7 @@ class StepRecorder(MemoryLedger):
         if self._landed != repetition.handles:
             raise NotPeriodicError
         self._end_segment()
-        self._repeat_segment(repetition.more, repetition.distance, self.started - self._started)
+        self._repeat_segment(repetition.times, repetition.distance, self.started - self._started)
         self._landing = None
 
     def _number_in_whole(self, layer: int) -> int:
@@ -198,9 +210,9 @@ class StepRecorder(MemoryLedger):
         if layer < 0:
             return layer
         if self._position is not None:
-            gap, after = self._position
-            first = gap.at if after else gap.at - gap.each
-            near = abs(layer - first) < 2 * gap.each
+            gap, after_gap = self._position
+            first = gap.at if after_gap else gap.at - gap.block_layers
+            near = abs(layer - first) < 2 * gap.block_layers
             if near and gap.start <= layer < gap.stop:
                 return layer + self.model.whole_layer[first] - first
         return self.model.whole_layer[layer]
@@ -390,8 +402,8 @@ class CompressedRank(StepRecorder):
         If each send blocks the rank, yield instead the position of a separate route for each value.
         """
         parts = tuple([value.part for value in values])
-        for each in [(part,) for part in parts] if self.sample.prices.blocking_p2p else [parts]:
-            route = Route(sends, offset, each, layer)
+        for sent_parts in [(part,) for part in parts] if self.sample.prices.blocking_p2p else [parts]:
+            route = Route(sends, offset, sent_parts, layer)
             if route not in self.routes:
                 self.routes.append(route)
             yield self.routes.index(route)
@@ -459,15 +471,15 @@ class CompressedRank(StepRecorder):
         return SizedValue(self, value.part, value.layer, value.pieces, value.of)
 
     def add(self, older: SizedValue, newer: SizedValue) -> SizedValue:
-        made = self._same_size(older)
+        total = self._same_size(older)
         fused = newer.kind is Kind.GRAD_WEIGHT and not newer.held_bytes  # the backward pass has already added it
         if not (fused and self.sample.prices.adds_in_backward):
-            self.add_compute(self.sample.compute(OpKind.ADD, made.part))
-        self.allocate(made)
+            self.add_compute(self.sample.compute(OpKind.ADD, total.part))
+        self.allocate(total)
         self._reuse_memory(older)
-        self.record_peak(OpKind.ADD, made.layer)
+        self.record_peak(OpKind.ADD, total.layer)
         self.free_if_unused(newer)
-        return made
+        return total
 
     def accumulate(self, gradient: SizedValue) -> None:
         layer, sums = gradient.layer, self.grad_weights
@@ -475,18 +487,18 @@ class CompressedRank(StepRecorder):
 
     def norm(self, layer: int, gradient: SizedValue) -> SizedValue:
         self.enter("norm", layer)
-        made = self.new_value(Kind.SCALAR, -1)
+        scalar = self.new_value(Kind.SCALAR, -1)
         self.add_compute(self.sample.compute(OpKind.NORM, gradient.part))
-        self.allocate(made)
+        self.allocate(scalar)
         self.record_peak(OpKind.NORM, layer)
-        return made
+        return scalar
 
     def direction(self, layer: int, gradient: SizedValue, opt_state: SizedValue, norm: SizedValue) -> SizedValue:
-        made = self.new_value(Kind.DIRECTION, layer, opt_state.pieces, opt_state.of)
-        self.add_compute(self.sample.compute(OpKind.DIRECTION, made.part))
-        self.allocate(made)
+        direction = self.new_value(Kind.DIRECTION, layer, opt_state.pieces, opt_state.of)
+        self.add_compute(self.sample.compute(OpKind.DIRECTION, direction.part))
+        self.allocate(direction)
         self.record_peak(OpKind.DIRECTION, layer)
-        return made
+        return direction
 
     def update(
         self,
@@ -500,21 +512,25 @@ class CompressedRank(StepRecorder):
         self.enter("update", layer)
         self.free(weight)
         self.free(opt_state)
-        made = self.new_value(Kind.WEIGHT, layer, opt_state.pieces, opt_state.of)
-        state = self.new_value(Kind.OPT_STATE, layer, opt_state.pieces, opt_state.of)
-        made.updated = True
-        self.allocate(made)
-        self.allocate(state)
-        self.add_compute(self.sample.compute(OpKind.UPDATE, made.part))
+        new_weight = self.new_value(Kind.WEIGHT, layer, opt_state.pieces, opt_state.of)
+        new_state = self.new_value(Kind.OPT_STATE, layer, opt_state.pieces, opt_state.of)
+        new_weight.updated = True
+        self.allocate(new_weight)
+        self.allocate(new_state)
+        self.add_compute(self.sample.compute(OpKind.UPDATE, new_weight.part))
         self.record_peak(OpKind.UPDATE, layer)
         self.free_if_unused(gradient)
         self.free_if_unused(direction)
-        return made, state
+        return new_weight, new_state
 
     # Passes
 
     def apply_pass(
-        self, done: MeasuredPass, layer: int, weight: SizedValue | None = None, gradient: SizedValue | None = None
+        self,
+        measured_pass: MeasuredPass,
+        layer: int,
+        weight: SizedValue | None = None,
+        gradient: SizedValue | None = None,
     ) -> None:
         """Add a measured pass to the step.
 
@@ -523,36 +539,36 @@ class CompressedRank(StepRecorder):
         collectives are started and awaited one by one in any case.
 
         Args:
-            done: the pass.
+            measured_pass: the pass.
             layer: its layer on this rank; for a pass of several layers, the first.
             weight: the weight that it reads. It is freed if no store has it and no collective reads it.
             gradient: the weight gradient that it computes.
         """
         if self.sample.merges:
-            if any(map(self.open.__getitem__, done.groups)):
-                self.entries.append(done)
+            if any(map(self.open.__getitem__, measured_pass.groups)):
+                self.entries.append(measured_pass)
             else:
-                self.add_compute(done.seconds, done.waits, done.exposed)
+                self.add_compute(measured_pass.seconds, measured_pass.waits, measured_pass.exposed)
         else:
-            for after, group, seconds, kind in done.collectives:
-                self.add_compute(after)
+            for compute_seconds, group, seconds, kind in measured_pass.collectives:
+                self.add_compute(compute_seconds)
                 self.wait(self.start_collective(kind, group, seconds))
-            self.add_compute(done.rest, (), () if done.collectives else done.exposed)
-        before, main, after = done.peaks
-        if before is not None and self.bytes + before.bytes > self.peak_bytes:
-            self.raise_peak(before, self._number_in_whole(layer))
+            self.add_compute(measured_pass.rest, (), () if measured_pass.collectives else measured_pass.exposed)
+        first_peak, main_peak, compute_seconds = measured_pass.peaks
+        if first_peak is not None and self.bytes + first_peak.bytes > self.peak_bytes:
+            self.raise_peak(first_peak, self._number_in_whole(layer))
         if gradient is not None:
             self.allocate(gradient)
-        if main is not None and self.bytes + main.bytes > self.peak_bytes:
-            self.raise_peak(main, self._number_in_whole(layer))
+        if main_peak is not None and self.bytes + main_peak.bytes > self.peak_bytes:
+            self.raise_peak(main_peak, self._number_in_whole(layer))
         if weight is not None:
             self.free_if_unused(weight)
-        if after is not None and self.bytes + after.bytes > self.peak_bytes:
-            self.raise_peak(after, self._number_in_whole(layer))
+        if compute_seconds is not None and self.bytes + compute_seconds.bytes > self.peak_bytes:
+            self.raise_peak(compute_seconds, self._number_in_whole(layer))
         by_category = self.by_category
-        for slot, change in done.changes:
+        for slot, change in measured_pass.changes:
             by_category[slot] += change
-        self.bytes += done.bytes
+        self.bytes += measured_pass.bytes
 
 
 class SizedValue:

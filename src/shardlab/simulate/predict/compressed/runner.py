@@ -63,16 +63,20 @@ class _Layers:
     def forward_of(self, layer: int, keeps: Keeps, stores_outputs: bool) -> MeasuredPass:
         """Return a layer's measured forward pass, corrected for the memory of its residual stream on this rank."""
         key = layer, keeps, stores_outputs
-        done = self.forwards.get(key)
-        if done is None:
-            done = self.pass_of("forward", layer, keeps, stores_outputs)
-            cuts, like, shared_residuals = self.pass_key(layer)
-            more = shared_residuals - (like in self.sample.sample_shared_residuals(cuts))
-            if more and keeps == self.plan.layers[layer].keeps:  # else this recomputes the layer, as in the sample
+        measured_pass = self.forwards.get(key)
+        if measured_pass is None:
+            measured_pass = self.pass_of("forward", layer, keeps, stores_outputs)
+            cuts, sample_layer, shared_residuals = self.pass_key(layer)
+            extra_residuals = shared_residuals - (sample_layer in self.sample.sample_shared_residuals(cuts))
+            if (
+                extra_residuals and keeps == self.plan.layers[layer].keeps
+            ):  # else this recomputes the layer, as in the sample
                 residual = self.sample.boundary(Kind.RESIDUAL, layer)
-                done = with_more_bytes(done, more * residual.held_bytes, residual.slot, during=keeps != "all")
-            self.forwards[key] = done
-        return done
+                measured_pass = with_more_bytes(
+                    measured_pass, extra_residuals * residual.held_bytes, residual.slot, during=keeps != "all"
+                )
+            self.forwards[key] = measured_pass
+        return measured_pass
 
     async def forward(
         self, layer: int, m: int, weight: SizedValue, keeps: Keeps, *, stores_outputs: bool = True
@@ -111,11 +115,11 @@ class _Layers:
         weight = self.plan.weights.get(owner := self.plan.weight_of(layer))
         return weight is not None and not weight.reduce_every_microbatch and owner in self.rank.grad_weights
 
-    def with_gradient(self, done: MeasuredPass, layer: int, weight: SizedValue | None) -> SizedValue:
+    def with_gradient(self, measured_pass: MeasuredPass, layer: int, weight: SizedValue | None) -> SizedValue:
         gradient = self.gradient(layer)
         if self.accumulates(layer):
             gradient.held_bytes = 0
-        self.rank.apply_pass(done, layer, weight, gradient)
+        self.rank.apply_pass(measured_pass, layer, weight, gradient)
         return gradient
 
 
@@ -147,13 +151,13 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.stage_passes: dict[tuple[str, int], MeasuredPass] = {}
         self.key = StepKey(None)
         self.uses: dict[Hashable, list[WeightUse]] = {}
-        self.counts = {stage for stage, left in self.remaining.items() if left}
+        self.counts = {stage for stage, remaining in self.remaining.items() if remaining}
         self.owners = {
             stage: [rank_plan.weight_of(l) for l in reversed(rank_plan.stages[stage]) if l not in rank_plan.weightless]
             for stage in rank_plan.own_stages
         }
 
-    def may_grow(self, reductions: Mapping[SizedHandle, object], more: int) -> bool:
+    def may_grow(self, reductions: Mapping[SizedHandle, object], added: int) -> bool:
         """Return whether reductions can stay in flight while further ones are started.
 
         They can if they reduce weight gradients, such as those of norms, and the reduction buffer has space for all of
@@ -161,7 +165,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
 
         Args:
             reductions: the collectives in flight of one group and kind of value.
-            more: number of collectives to add.
+            added: number of collectives to add.
         """
         if any(handle.result is None or handle.result.kind is not Kind.GRAD_WEIGHT for handle in reductions):
             return False
@@ -169,8 +173,8 @@ class CompressedRunner(PlanRunner[SizedValue]):
         weights = self.plan.weights
         largest = max(w.elements for w in weights.values() if axis in (*w.reduce_every_microbatch, *w.reduce_once))
         sizes = [(weights[h.result.layer].elements, h.repetition) for h in reductions if h.result]
-        in_flight = sum(elements * (1 + repetition.more if repetition else 1) for elements, repetition in sizes)
-        return in_flight + more * max(elements for elements, _ in sizes) + largest <= self.plan.reduction_buffer
+        in_flight = sum(elements * (1 + repetition.times if repetition else 1) for elements, repetition in sizes)
+        return in_flight + added * max(elements for elements, _ in sizes) + largest <= self.plan.reduction_buffer
 
     @cached_property
     def snapshots(self) -> StateSnapshots:
@@ -180,9 +184,9 @@ class CompressedRunner(PlanRunner[SizedValue]):
     def run_step(self, key: StepKey) -> CompressedStep:
         """Run a step other than a message, or run the end of the schedule, and return the compressed step."""
         self.key, self.compressed.step_kind = key, key.kind
-        running = self.finish(key) if key.kind is None else self.step(self.step_for(key))
+        coroutine = self.finish(key) if key.kind is None else self.step(self.step_for(key))
         try:
-            running.send(None)
+            coroutine.send(None)
         except StopIteration:
             return self.compressed.finish_step()
         raise AssertionError("a compressed rank never waits for other ranks")
@@ -310,12 +314,12 @@ class CompressedRunner(PlanRunner[SizedValue]):
     def stage_pass(self, name: str, stage: int) -> MeasuredPass:
         stage_pass = self.stage_passes.get((name, stage))
         if stage_pass is None:
-            known, layers = self.compressed.sample.joined_passes, self.plan.stages[stage]
-            gaps = [(gap.at - layers[0], gap.more) for gap in self.compressed.model.gaps if gap.at in layers]
+            joined_passes, layers = self.compressed.sample.joined_passes, self.plan.stages[stage]
+            gaps = [(gap.at - layers[0], gap.missing_blocks) for gap in self.compressed.model.gaps if gap.at in layers]
             key = (name, *map(self.passes.pass_key, layers), *gaps)
-            stage_pass = known.get(key)
+            stage_pass = joined_passes.get(key)
             if stage_pass is None:
-                stage_pass = known[key] = join_passes(self.passes_of(name, layers))
+                stage_pass = joined_passes[key] = join_passes(self.passes_of(name, layers))
             self.stage_passes[name, stage] = stage_pass
         return stage_pass
 
@@ -330,16 +334,16 @@ class CompressedRunner(PlanRunner[SizedValue]):
         block: list[tuple[MeasuredPass, int]] = []
         for l in layers if forward else reversed(layers):
             shift = model.whole_layer[l] - model.whole_layer[layers[0]] - l
-            of_layer = [(each, layer + shift) for each, layer in self.passes_at(name, l)]
+            of_layer = [(measured_pass, layer + shift) for measured_pass, layer in self.passes_at(name, l)]
             passes += of_layer
             position = model.positions.get(l)
-            if position is None or position.after is forward:
+            if position is None or position.after_gap is forward:
                 continue
             block += of_layer
             gap = position.gap
             if l == (gap.at - 1 if forward else gap.at):
-                joined, each = join_passes(block), gap.each if forward else -gap.each
-                passes += [(joined, number * each) for number in range(1, gap.more + 1)]
+                joined, distance = join_passes(block), gap.block_layers if forward else -gap.block_layers
+                passes += [(joined, number * distance) for number in range(1, gap.missing_blocks + 1)]
                 block = []
         return passes
 
@@ -348,25 +352,25 @@ class CompressedRunner(PlanRunner[SizedValue]):
 
         If `name` begins with "first", the passes store their gradients instead of adding them to older ones.
         """
-        forward_of, sample, own = self.passes.forward_of, self.compressed.sample, name.removeprefix("first ")
+        forward_of, sample, pass_name = self.passes.forward_of, self.compressed.sample, name.removeprefix("first ")
         if name == "forward":
             yield forward_of(l, self.plan.layers[l].keeps, True), l
             return
-        if own != "backward_weight":
-            for again in self.plan.layers[l].recompute:
-                yield forward_of(again, "all", again != l), again
-        done = self.passes.pass_of(own, l)
+        if pass_name != "backward_weight":
+            for recomputed in self.plan.layers[l].recompute:
+                yield forward_of(recomputed, "all", recomputed != l), recomputed
+        measured_pass = self.passes.pass_of(pass_name, l)
         if name == "backward_input" or l in self.plan.weightless:
-            yield done, l
+            yield measured_pass, l
             return
         gradient = self.passes.gradient(l)
-        if name != own:
+        if name != pass_name:
             key = name, self.passes.pass_key(l)
             if key not in sample.joined_passes:
-                sample.joined_passes[key] = with_more_bytes(done, gradient.held_bytes, gradient.slot)
+                sample.joined_passes[key] = with_more_bytes(measured_pass, gradient.held_bytes, gradient.slot)
             yield sample.joined_passes[key], l
             return
-        yield done, l
+        yield measured_pass, l
         if not sample.prices.adds_in_backward:
             seconds = sample.compute(OpKind.ADD, gradient.part)
             yield MeasuredPass(seconds, (), seconds, NO_BYTES, NO_PEAKS), l
@@ -378,25 +382,27 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
     Args:
         parts: the passes, each with a number to add to the layers' numbers in its peaks.
     """
-    memory, after, seconds = MemoryLedger(), 0.0, 0.0
+    memory, compute_seconds, seconds = MemoryLedger(), 0.0, 0.0
     collectives: list[PassCollective] = []
     waits: list[Interval] = []
-    for each, place in parts:
-        if each.waits:
-            waits += [(seconds + start, seconds + end) for start, end in each.waits]
-        seconds += each.seconds
-        if each.collectives:
-            first, *others = each.collectives
-            collectives += [first._replace(after=after + first.after), *others]
-            after = 0.0
-        after += each.rest
-        for peak in each.peaks:
-            memory.raise_peak(peak, place)
-        for slot, bytes in each.changes:
+    for measured_pass, layer_offset in parts:
+        if measured_pass.waits:
+            waits += [(seconds + start, seconds + end) for start, end in measured_pass.waits]
+        seconds += measured_pass.seconds
+        if measured_pass.collectives:
+            first, *later_collectives = measured_pass.collectives
+            collectives += [first._replace(gap=compute_seconds + first.gap), *later_collectives]
+            compute_seconds = 0.0
+        compute_seconds += measured_pass.rest
+        for peak in measured_pass.peaks:
+            memory.raise_peak(peak, layer_offset)
+        for slot, bytes in measured_pass.changes:
             memory.hold(slot, bytes)
     peaks = memory.peak, None, None
-    exposed = add_exposed(part for each, _ in parts for part in each.exposed)
-    return MeasuredPass(seconds, tuple(collectives), after, tuple(memory.by_category), peaks, tuple(waits), exposed)
+    exposed = add_exposed(part for measured_pass, _ in parts for part in measured_pass.exposed)
+    return MeasuredPass(
+        seconds, tuple(collectives), compute_seconds, tuple(memory.by_category), peaks, tuple(waits), exposed
+    )
 
 
 ValueState = tuple[SizedPart, int, int, int, int, int, int, bool]
@@ -455,17 +461,17 @@ class StateSnapshots:
     ) -> None:
         self._rank, self._weights, self._gradients = rank, weights, gradients
         self._stores = (rank.weights, rank.grad_weights, rank.scalars)
-        self._lasting = frozenset(rank.weights)
+        self._constant_keys = frozenset(rank.weights)
         self._values, self._values_at = self._stored(), rank.changes  # stored values after this number of changes
 
     def _stored(self) -> StoredValues:
-        held = [
+        states = [
             (number, key, _state_of(value))
             for number, store in enumerate(self._stores)
             for key, value in store.items()
-            if number or key not in self._lasting
+            if number or key not in self._constant_keys
         ]
-        return frozenset(held)
+        return frozenset(states)
 
     def capture(self) -> RankState:
         """Return the rank's present state."""
@@ -477,14 +483,14 @@ class StateSnapshots:
         under_way = tuple(
             [
                 HandleState(
-                    each.kind,
-                    each.group,
-                    rank.started[each.group] - each.number,
-                    each.result and _state_of(each.result),
-                    each.read and (places.get(id(each.read)) or _state_of(each.read)),
-                    each.repetition,
+                    collective.kind,
+                    collective.group,
+                    rank.started[collective.group] - collective.number,
+                    collective.result and _state_of(collective.result),
+                    collective.read and (places.get(id(collective.read)) or _state_of(collective.read)),
+                    collective.repetition,
                 )
-                for each in rank.outstanding
+                for collective in rank.outstanding
             ]
         )
         numbers: dict[Any, int] = {handle: number for number, handle in enumerate(rank.outstanding)}
@@ -495,29 +501,36 @@ class StateSnapshots:
         """Set the rank to a state that it had before."""
         rank = self._rank
 
-        def restored(saved: ValueState) -> SizedValue:
-            value = SizedValue(rank, *saved[:4])
-            value.held_bytes, value.slot, value.keys, value.updated = saved[4:]
+        def restored(saved_state: ValueState) -> SizedValue:
+            value = SizedValue(rank, *saved_state[:4])
+            value.held_bytes, value.slot, value.keys, value.updated = saved_state[4:]
             return value
 
         for handle in rank.outstanding:
             if handle.read is not None:
                 handle.read.reading = ()
         for number, store in enumerate(self._stores):
-            store.reset({key: value for key, value in store.items() if not number and key in self._lasting})
-        for number, key, saved in state.values:
-            self._stores[number].put(key, restored(saved))
+            store.reset({key: value for key, value in store.items() if not number and key in self._constant_keys})
+        for number, key, saved_state in state.values:
+            self._stores[number].put(key, restored(saved_state))
         self._values, self._values_at = state.values, rank.changes
         rank.outstanding.clear()
         rank.open.clear()
         rank.started.clear()
-        for saved in state.under_way:
-            rank.started[saved.group] = max(rank.started[saved.group], saved.ago)
-        for saved in state.under_way:
-            read, result = saved.read, saved.result and restored(saved.result)
+        for saved_state in state.under_way:
+            rank.started[saved_state.group] = max(rank.started[saved_state.group], saved_state.ago)
+        for saved_state in state.under_way:
+            read, result = saved_state.read, saved_state.result and restored(saved_state.result)
             value = read and (self._stores[read[0]][read[1]] if len(read) == 2 else restored(read))
-            handle = SizedHandle(rank, saved.kind, saved.group, rank.started[saved.group] - saved.ago, result, value)
-            handle.repetition = saved.repetition
+            handle = SizedHandle(
+                rank,
+                saved_state.kind,
+                saved_state.group,
+                rank.started[saved_state.group] - saved_state.ago,
+                result,
+                value,
+            )
+            handle.repetition = saved_state.repetition
             rank.register(handle)
         handles: list[Any] = list(rank.outstanding)
         self._weights.restore(state.gathering, handles.__getitem__)
@@ -605,83 +618,89 @@ _SEQUENCES: dict[Hashable, tuple[Sequence[ShardedStep], KeySequence]] = {}
 """Steps and their keys, by the `id` of the steps (which stay alive here) and the other arguments of `step_keys`."""
 
 
-def step_keys(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, *, gathers: bool) -> KeySequence:
+def step_keys(
+    steps: Sequence[ShardedStep], own_stages: Sequence[int], rank_place: int, *, gathers: bool
+) -> KeySequence:
     """Return the keys of a rank's steps, and of the end of its schedule.
 
     Args:
         steps: the rank's steps in order.
         own_stages: stages of the rank.
-        here: position of the rank in the pipeline.
+        rank_place: position of the rank in the pipeline.
         gathers: whether the rank gathers weights ahead of their use.
     """
-    key = id(steps), tuple(own_stages), here, gathers
+    key = id(steps), tuple(own_stages), rank_place, gathers
     if key not in _SEQUENCES:
         if len(_SEQUENCES) == MOST_SEQUENCES:
             _SEQUENCES.clear()
-        _SEQUENCES[key] = steps, _key_sequence(steps, own_stages, here, gathers=gathers)
+        _SEQUENCES[key] = steps, _key_sequence(steps, own_stages, rank_place, gathers=gathers)
     return _SEQUENCES[key][1]
 
 
-def _key_sequence(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, *, gathers: bool) -> KeySequence:
+def _key_sequence(
+    steps: Sequence[ShardedStep], own_stages: Sequence[int], rank_place: int, *, gathers: bool
+) -> KeySequence:
     places = {stage: place for place, stage in enumerate(own_stages)}
     last = {step.stage: at for at, step in enumerate(steps) if isinstance(step, (Backward, BackwardWeight))}
     ahead = _ahead(steps, places) if gathers else {}
     boundaries: dict[tuple[int, bool, int], StageBoundary] = {}
-    coming: dict[tuple[int, bool], list[tuple[int, StageBoundary]]] = defaultdict(list)
-    leaving: dict[int, StageBoundary] = {}
+    receives: dict[tuple[int, bool], list[tuple[int, StageBoundary]]] = defaultdict(list)
+    sends: dict[int, StageBoundary] = {}
     # A step is first looked up by the few values that determine its key, since keys take long to create.
     numbers: dict[Hashable, int] = {}
     keys: list[StepKey] = []
     order: list[int] = []
     for at, step in enumerate(steps):
-        kind, stage, boundary, before, turn, is_last = type(step), places[step.stage], None, None, -1, False
+        kind, stage, boundary, earlier_send, turn, is_last = type(step), places[step.stage], None, None, -1, False
         lookahead = NO_LOOKAHEAD
         if isinstance(step, Message):
             place = stage, step.forward, step.peer
             boundary = boundaries.get(place)
             if boundary is None:
-                boundary = boundaries[place] = StageBoundary(stage, step.forward, step.peer - here)
+                boundary = boundaries[place] = StageBoundary(stage, step.forward, step.peer - rank_place)
             if kind is Recv:
-                coming[stage, step.forward].append((step.microbatch, boundary))
+                receives[stage, step.forward].append((step.microbatch, boundary))
             else:
-                before, leaving[step.peer] = leaving.get(step.peer), boundary
+                earlier_send, sends[step.peer] = sends.get(step.peer), boundary
         else:
             is_last = last.get(step.stage) == at
             if isinstance(step, PASS_STEPS):
-                waiting, m = coming[stage, kind is Forward], step.microbatch
-                for place, (microbatch, _) in enumerate(waiting):
+                unawaited, m = receives[stage, kind is Forward], step.microbatch
+                for place, (microbatch, _) in enumerate(unawaited):
                     if microbatch == m:
-                        boundary, turn = waiting.pop(place)[1], place
+                        boundary, turn = unawaited.pop(place)[1], place
                         break
                 lookahead = ahead.get(at, NO_LOOKAHEAD)
-        known = kind, stage, id(boundary), id(before), turn, is_last, lookahead if gathers else None
-        number = numbers.get(known)
+        lookup_key = kind, stage, id(boundary), id(earlier_send), turn, is_last, lookahead if gathers else None
+        number = numbers.get(lookup_key)
         if number is None:
-            number = numbers[known] = len(keys)
-            takes = None if boundary is None or turn < 0 else (boundary, turn)
-            sends = () if before is None else (before,)
-            keys.append(StepKey(kind, stage, boundary if turn < 0 else None, sends, takes, is_last, *lookahead))
+            number = numbers[lookup_key] = len(keys)
+            input_message = None if boundary is None or turn < 0 else (boundary, turn)
+            awaited_sends = () if earlier_send is None else (earlier_send,)
+            keys.append(
+                StepKey(kind, stage, boundary if turn < 0 else None, awaited_sends, input_message, is_last, *lookahead)
+            )
         order.append(number)
-    keys.append(StepKey(None, awaited_sends=tuple(leaving.values())))
+    keys.append(StepKey(None, awaited_sends=tuple(sends.values())))
     return KeySequence(keys, [*order, len(keys) - 1])
 
 
 def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Lookahead]:
     """Map the index of each pass in `steps` to the passes after it. `places` has the position of each stage."""
-    found: dict[int, Lookahead] = {}
-    after: UpcomingPass | None = None
-    other: UpcomingPass | None = None
-    later: frozenset[int] = frozenset()
+    lookaheads: dict[int, Lookahead] = {}
+    next_pass: UpcomingPass | None = None
+    other_stage: UpcomingPass | None = None
+    later_stages: frozenset[int] = frozenset()
     for at in range(len(steps) - 1, -1, -1):
         step = steps[at]
         if isinstance(step, PASS_STEPS):
-            here = UpcomingPass(places[step.stage], isinstance(step, Forward))
-            if after is not None and after.stage != here.stage:
-                other = after
-            found[at] = (after, other), later
-            after = here
-            later |= {here.stage}
-    return found
+            this_pass = UpcomingPass(places[step.stage], isinstance(step, Forward))
+            if next_pass is not None and next_pass.stage != this_pass.stage:
+                other_stage = next_pass
+            lookaheads[at] = (next_pass, other_stage), later_stages
+            next_pass = this_pass
+            later_stages |= {this_pass.stage}
+    return lookaheads
 
 
 def block_cuts(plan: RankPlan, layer: int) -> Cuts:

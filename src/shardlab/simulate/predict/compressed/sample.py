@@ -66,7 +66,7 @@ _MEASURED: dict[Hashable, tuple[Workload, PassTable]] = {}
 and of the recipe. The stored sample keeps both alive, so no other object gets the same `id`."""
 
 
-def _measure_sample(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
+def _measure_sample(sample: Workload, prices: Prices, kept_sizes: Sizes) -> PassTable:
     """Trace and replay a sample, and measure each of its passes."""
     plan, sizes = sample.plan, sample.sizes
     assert isinstance(plan, Plan)
@@ -78,7 +78,7 @@ def _measure_sample(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
         await _MarkedRunner(rank, rank_plan, _MarkedLayers(rank, rank_plan, marks, boundaries)).run()
 
     traced = fold(plan, sizes, sample.microbatches, strategy)
-    meter = PassMeter(traced, prices, Bytes(kept))
+    meter = PassMeter(traced, prices, Bytes(kept_sizes))
     by_key = {key: meter.measure(start, stop, key) for (start, key), (stop, _) in pairwise(marks) if key}
     return PassTable(by_key, boundaries, resolve(plan, sizes, sample.microbatches, 0))
 
@@ -87,7 +87,7 @@ def _on_one_rank(workload: Workload, step_types: Collection[type], cuts: Cuts) -
     """Return the workload on one pipeline rank without data parallelism, with as few microbatches as possible."""
     plan = workload.plan
     assert isinstance(plan, Plan)
-    split, both = BackwardInput in step_types, {Backward, BackwardInput} <= set(step_types)
+    split, has_both = BackwardInput in step_types, {Backward, BackwardInput} <= set(step_types)
     plain = "none" if plan.recomputes_blocks else plan.recompute
     sampled = replace(
         plan,
@@ -105,9 +105,9 @@ def _on_one_rank(workload: Workload, step_types: Collection[type], cuts: Cuts) -
     if cuts:
         layers = model_layers(workload.sizes)
         stages = {layers.pipeline_cuts.index(block[0] + cut) for block in layers.recomputable for cut in cuts}
-        each = [stop - start for start, stop in pairwise((0, *sorted(stages), layers.pipeline_units))]
-        sampled = replace(sampled, stages_per_rank=len(each), layers_per_stage=tuple(each))
-    sample = replace(workload, plan=sampled, microbatches=(3 if both else 2) * plan.mesh.ep)
+        stage_sizes = [stop - start for start, stop in pairwise((0, *sorted(stages), layers.pipeline_units))]
+        sampled = replace(sampled, stages_per_rank=len(stage_sizes), layers_per_stage=tuple(stage_sizes))
+    sample = replace(workload, plan=sampled, microbatches=(3 if has_both else 2) * plan.mesh.ep)
     sample.__dict__["cut"] = workload.cut  # a pipeline may need finer layers than a plan of one rank
     return sample
 
@@ -168,8 +168,8 @@ class _MarkedLayers(LayerRunner):
         If `kinds` is given, it maps their kinds to those of their gradients, whose specs are recorded instead.
         """
         for kind in self.inputs[layer]:
-            made = kinds[kind] if kinds else kind
-            self.boundaries[made, layer] = self._rank.store(made)[layer, m].spec
+            boundary_kind = kinds[kind] if kinds else kind
+            self.boundaries[boundary_kind, layer] = self._rank.store(boundary_kind)[layer, m].spec
 
     async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, stores_outputs: bool = True) -> None:
         self.mark(m, "forward", layer, keeps, stores_outputs)
@@ -245,17 +245,17 @@ class PassMeter:
         tape = self.tape[start:stop]
         main = start + next((at for at, op in enumerate(tape) if op.kind in MAIN), len(tape))
         collectives, rest = self._collectives(start, stop)
-        seconds = rest + sum(collective.after + collective.seconds for collective in collectives)
+        seconds = rest + sum(collective.gap + collective.seconds for collective in collectives)
         if rest < 0:  # communication beside compute, on streams without other communication
             seconds, collectives = self.arrivals[stop] - self.arrivals[start], ()
-        began, ended = self.arrivals[start], self.arrivals[stop]
-        idle = [each for each in self.times.idle[0] if began <= each.since and each.until <= ended]
+        begin, end = self.arrivals[start], self.arrivals[stop]
+        idle = [interval for interval in self.times.idle[0] if begin <= interval.since and interval.until <= end]
         exposed = [
             (awaited_by(self._program, 0, self.tape[op]), max(0.0, until - max(since, self.times.ready[0][op])))
             for op, since, until in idle
         ]
         if rest >= 0:
-            exposed = [((each.kind, each.group.axis), each.seconds) for each in collectives]
+            exposed = [((interval.kind, interval.group.axis), interval.seconds) for interval in collectives]
         return MeasuredPass(
             seconds,
             collectives,
@@ -266,25 +266,25 @@ class PassMeter:
                 self._peak(start, range(main, min(main + 1, stop)), layer),
                 self._peak(start, range(main + 1, stop), layer),
             ),
-            tuple([(each.since - began, each.until - began) for each in idle]) if self._notes_waits else (),
+            tuple([(interval.since - begin, interval.until - begin) for interval in idle]) if self._notes_waits else (),
             add_exposed(exposed),
         )
 
     def _peak(self, start: int, ops: range, layer: int) -> MemoryPeak | None:
-        timed = [at for at in ops if self.tape[at].kind not in (FREE, WAIT)]
-        if not timed:
+        candidates = [at for at in ops if self.tape[at].kind not in (FREE, WAIT)]
+        if not candidates:
             return None
-        at = max(timed, key=self.memory.during.__getitem__)
-        held = _subtract(self.memory.counters[at], self.memory.at_starts[start])
-        return MemoryPeak(sum(held), held, self.tape[at].kind, self.tape[at].layer - layer)
+        at = max(candidates, key=self.memory.during.__getitem__)
+        added_bytes = _subtract(self.memory.counters[at], self.memory.at_starts[start])
+        return MemoryPeak(sum(added_bytes), added_bytes, self.tape[at].kind, self.tape[at].layer - layer)
 
     def _collectives(self, start: int, stop: int) -> tuple[tuple[PassCollective, ...], float]:
         """Return the collectives of the pass from op `start` to `stop`, and the seconds of compute after the last one.
 
         If a collective is not awaited immediately, or the pass has a message, the result is ((), -1.0).
         """
-        found: list[PassCollective] = []
-        after, issued = 0.0, -1
+        collectives: list[PassCollective] = []
+        compute_seconds, issued = 0.0, -1
         for at in range(start, stop):
             op = self.tape[at]
             if op.kind is FREE:
@@ -296,17 +296,19 @@ class PassMeter:
             elif issued >= 0:
                 return (), -1.0
             elif op.handle < 0:
-                after += self._seconds(at)
+                compute_seconds += self._seconds(at)
             elif op.group is None:
                 return (), -1.0
             else:
-                found.append(PassCollective(after, op.group, self._seconds(at), op.kind))
-                after, issued = 0.0, op.handle
-        return tuple(found), after
+                collectives.append(PassCollective(compute_seconds, op.group, self._seconds(at), op.kind))
+                compute_seconds, issued = 0.0, op.handle
+        return tuple(collectives), compute_seconds
 
 
-def _subtract(held: CategoryBytes, other: CategoryBytes) -> CategoryBytes:
-    return tuple([more - less for more, less in zip(held, other, strict=True)])
+def _subtract(minuend: CategoryBytes, subtrahend: CategoryBytes) -> CategoryBytes:
+    return tuple(
+        [minuend_bytes - subtrahend_bytes for minuend_bytes, subtrahend_bytes in zip(minuend, subtrahend, strict=True)]
+    )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -365,10 +367,10 @@ class PricedSample:
         Args:
             cuts: layers at which pipeline stages cut each recomputed block (see `Cuts`; None: no block is recomputed).
         """
-        known = self._passes.get(cuts)
-        if known is None:
-            known = self._passes[cuts] = measure_passes(self._sample, self._step_types, cuts)
-        return known
+        table = self._passes.get(cuts)
+        if table is None:
+            table = self._passes[cuts] = measure_passes(self._sample, self._step_types, cuts)
+        return table
 
     def shared_residuals(self, plan: RankPlan) -> frozenset[int]:
         """Return the layers of a rank whose incoming residual lies in the value that the previous layer saves."""
@@ -376,30 +378,30 @@ class PricedSample:
 
     def sample_shared_residuals(self, cuts: Cuts) -> frozenset[int]:
         """Return the layers of the sample whose incoming residual lies in the value that the previous layer saves."""
-        known = self._shared_residuals.get(cuts)
-        if known is None:
+        layers = self._shared_residuals.get(cuts)
+        if layers is None:
             plan = self.passes(cuts).plan
-            layers = range(len(plan.model.layers))
-            known = self._shared_residuals[cuts] = shared_residual_layers(plan, layers, self._saves)
-        return known
+            all_layers = range(len(plan.model.layers))
+            layers = self._shared_residuals[cuts] = shared_residual_layers(plan, all_layers, self._saves)
+        return layers
 
     def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedPart:
         """Return `pieces` of the `of` pieces into which a layer's parameters, gradient or optimizer state are cut."""
-        like = self.sample_layer[layer]
-        key = (kind, like, pieces, of)
-        known = self._parts.get(key)
-        if known is None:
-            spec = Spec(form_of(kind, like, 0, Space(0), Holds((1 << pieces) - 1, of)))
-            known = self._parts[key] = self.size(spec)
-        return known
+        sample_layer = self.sample_layer[layer]
+        key = (kind, sample_layer, pieces, of)
+        part = self._parts.get(key)
+        if part is None:
+            spec = Spec(form_of(kind, sample_layer, 0, Space(0), Holds((1 << pieces) - 1, of)))
+            part = self._parts[key] = self.size(spec)
+        return part
 
     def boundary(self, kind: Kind, layer: int) -> SizedPart:
         """Return the value of a kind that enters a layer, or the gradient of such a value."""
         key = (kind, self.sample_layer[layer])
-        known = self._parts.get(key)
-        if known is None:
-            known = self._parts[key] = self.size(self.passes().boundaries[key])
-        return known
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = self.size(self.passes().boundaries[key])
+        return part
 
     def size(self, spec: Spec) -> SizedPart:
         return SizedPart(spec, self._wire_bytes(spec), self._held_bytes(spec), CATEGORY_OF_KIND[spec.kind])
@@ -408,40 +410,40 @@ class PricedSample:
         """Return the seconds of an op on parameters, a gradient or a scalar."""
         form = part.spec.form
         key = (kind, form)
-        known = self._seconds.get(key)
-        if known is None:
+        seconds = self._seconds.get(key)
+        if seconds is None:
             op = compute_op(kind, form.layer, (0,), (0,))
-            known = self._seconds[key] = self.prices.compute_time(op, {0: part.spec}, self.sizes)
-        return known
+            seconds = self._seconds[key] = self.prices.compute_time(op, {0: part.spec}, self.sizes)
+        return seconds
 
     def collective(self, kind: OpKind, bytes: int, group: Group) -> float:
         """Return the seconds of a collective from the arrival of its last member."""
         key = (kind, bytes, group)
-        known = self._seconds.get(key)
-        if known is None:
-            known = self._seconds[key] = self.prices.collective_time(kind, bytes, group)
-        return known
+        seconds = self._seconds.get(key)
+        if seconds is None:
+            seconds = self._seconds[key] = self.prices.collective_time(kind, bytes, group)
+        return seconds
 
     def message(self, part: SizedPart, source: int, target: int) -> float:
         """Return the seconds in which a message with this value is transferred between two ranks."""
         key = (part.spec.form, part.wire_bytes, source, target)
-        known = self._seconds.get(key)
-        if known is None:
-            known = self._seconds[key] = self.prices.message_times(part.spec.kind, part.wire_bytes, source, target)[0]
-        return known
+        seconds = self._seconds.get(key)
+        if seconds is None:
+            seconds = self._seconds[key] = self.prices.message_times(part.spec.kind, part.wire_bytes, source, target)[0]
+        return seconds
 
 
 class PassCollective(NamedTuple):
     """Collective of a pass that is awaited immediately.
 
     Attributes:
-        after: seconds of compute between the previous collective and this one.
+        gap: seconds of compute between the previous collective and this one.
         group: the ranks that take part.
         seconds: duration of the collective.
         kind: kind of the collective.
     """
 
-    after: float
+    gap: float
     group: Group
     seconds: float
     kind: OpKind
@@ -525,27 +527,27 @@ class PassTable(NamedTuple):
     plan: RankPlan
 
 
-def shared_residual_layers(plan: RankPlan, alike: Sequence[int], saves: Sequence[bool]) -> frozenset[int]:
+def shared_residual_layers(plan: RankPlan, sample_layer: Sequence[int], saves: Sequence[bool]) -> frozenset[int]:
     """Return the layers whose incoming residual stream lies in the saved value of the layer that outputs it.
 
     Such a residual takes no additional memory (see `shardlab.simulate.timeline.memory.TapeMemory`).
 
     Args:
         plan: plan of the rank that has both layers.
-        alike: for each layer of the model, the identical layer of the sample.
+        sample_layer: for each layer of the model, the identical layer of the sample.
         saves: for each layer of the sample, whether its saved value includes the residual stream that it outputs (see
             `Sizes.saves_residual`; empty: no layer's value does).
     """
     return frozenset(
         port.layer
         for number, layer in plan.layers.items()
-        if saves and saves[alike[number]] and layer.keeps == "all"
+        if saves and saves[sample_layer[number]] and layer.keeps == "all"
         for port in plan.model.layers[number].outputs
         if port.kind is Kind.RESIDUAL
     )
 
 
-def with_more_bytes(done: MeasuredPass, bytes: int, slot: int, *, during: bool = True) -> MeasuredPass:
+def with_more_bytes(measured_pass: MeasuredPass, bytes: int, slot: int, *, during: bool = True) -> MeasuredPass:
     """Return a measured pass that ends with more bytes, or with fewer, than in the sample.
 
     There are two cases. In the sample, a backward pass adds its gradient to an older one, so the gradient takes no
@@ -558,20 +560,24 @@ def with_more_bytes(done: MeasuredPass, bytes: int, slot: int, *, during: bool =
     less, a residual inside a saved value moves to separate memory when the op starts.
 
     Args:
-        done: the pass of the sample.
+        measured_pass: the pass of the sample.
         bytes: number of bytes to add. It is negative if the residual has separate memory on the rank, but not in the
             sample.
         slot: index of the memory category of these bytes.
         during: whether the op that computes with the weight also holds them, and not only the ops after it.
     """
-    before, main, after = done.peaks
-    peaks = before, _higher_peak(main, bytes, slot) if during else main, _higher_peak(after, bytes, slot)
-    return replace(done, delta=_add_bytes(done.delta, bytes, slot), peaks=peaks)
+    first_peak, main_peak, last_peak = measured_pass.peaks
+    peaks = (
+        first_peak,
+        _higher_peak(main_peak, bytes, slot) if during else main_peak,
+        _higher_peak(last_peak, bytes, slot),
+    )
+    return replace(measured_pass, delta=_add_bytes(measured_pass.delta, bytes, slot), peaks=peaks)
 
 
 def _higher_peak(peak: MemoryPeak | None, bytes: int, slot: int) -> MemoryPeak | None:
     return peak and peak._replace(bytes=peak.bytes + bytes, by_category=_add_bytes(peak.by_category, bytes, slot))
 
 
-def _add_bytes(held: CategoryBytes, bytes: int, slot: int) -> CategoryBytes:
-    return (*held[:slot], held[slot] + bytes, *held[slot + 1 :])
+def _add_bytes(by_category: CategoryBytes, bytes: int, slot: int) -> CategoryBytes:
+    return (*by_category[:slot], by_category[slot] + bytes, *by_category[slot + 1 :])

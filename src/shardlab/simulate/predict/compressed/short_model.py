@@ -38,16 +38,16 @@ class Gap(NamedTuple):
 
     Attributes:
         start, stop: range of the short model's layers that has the run of identical blocks around the gap.
-        each: number of layers of a block.
+        block_layers: number of layers of a block.
         at: first layer after the gap, in the short model.
-        more: number of blocks that are left out.
+        missing_blocks: number of blocks that are left out.
     """
 
     start: int
     stop: int
-    each: int
+    block_layers: int
     at: int
-    more: int
+    missing_blocks: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ShortModel:
 
     Attributes:
         plan, sizes: plan and sizes of the short model.
-        alike: for each layer of the short model, the identical layer of the sample.
+        sample_layer: for each layer of the short model, the identical layer of the sample.
         stages: layers of each stage in the whole model.
         starts: first layer of each stage in the short model, and the end of the last stage.
         gaps: the gaps.
@@ -67,7 +67,7 @@ class ShortModel:
 
     plan: Plan
     sizes: Sizes
-    alike: Sequence[int]
+    sample_layer: Sequence[int]
     stages: Sequence[range]
     starts: Sequence[int]
     gaps: Sequence[Gap]
@@ -80,8 +80,8 @@ class ShortModel:
         return {
             layer: position
             for gap in self.gaps
-            for position, start in ((Position(gap, False), gap.at - gap.each), (Position(gap, True), gap.at))
-            for layer in range(start, start + gap.each)
+            for position, start in ((Position(gap, False), gap.at - gap.block_layers), (Position(gap, True), gap.at))
+            for layer in range(start, start + gap.block_layers)
         }
 
     def layers_of(self, own_stages: Sequence[int]) -> list[int]:
@@ -91,13 +91,13 @@ class ShortModel:
 
     def rank_key(self, own_stages: Sequence[int]) -> Hashable:
         """Return a key of the rank with these stages. Plans of ranks with equal keys differ only in layer numbers."""
-        alike, starts, kinds = self.alike, self.starts, list[Hashable]()
+        sample_layer, starts, kinds = self.sample_layer, self.starts, list[Hashable]()
         for stage, following in zip(own_stages, [*own_stages[1:], -1], strict=True):
             layers = range(starts[stage], starts[stage + 1])
-            gaps = tuple([(gap.at - layers.start, gap.more) for gap in self.gaps if gap.at in layers])
+            gaps = tuple([(gap.at - layers.start, gap.missing_blocks) for gap in self.gaps if gap.at in layers])
             recomputed = tuple([layer in self.recomputed for layer in layers]) if self.recomputed else ()
             ends = layers.start == 0, layers.stop == starts[-1], following == stage + 1
-            kinds.append((tuple(alike[layers.start : layers.stop + 1]), gaps, recomputed, ends))
+            kinds.append((tuple(sample_layer[layers.start : layers.stop + 1]), gaps, recomputed, ends))
         return tuple(kinds)
 
 
@@ -119,24 +119,24 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     bounds = plan.bounds(model.pipeline_units, model.units_text)
     stages = [range(model.pipeline_cuts[start], model.pipeline_cuts[stop]) for start, stop in pairwise(bounds)]
     gaps = [] if extra is None or not repeated.more else list(_gaps(plan, sizes, model, repeated, stages, extra))
-    if 4 * sum(gap.more * gap.each for gap in gaps) < len(model.layers):  # saves little work
+    if 4 * sum(gap.missing_blocks * gap.block_layers for gap in gaps) < len(model.layers):  # saves little work
         starts = [*(stage.start for stage in stages), len(model.layers)]
         whole_layer = range(len(model.layers) + 1)
         return ShortModel(plan, sizes, repeated.alike, stages, starts, (), _recomputed(plan, model), whole_layer)
-    more = sum(gap.more for gap in gaps)
-    fewer = Repeated(repeated.sample, repeated.more - more)
-    begins = {gap.at: gap.more * gap.each for gap in gaps}
-    shifts = accumulate(begins.get(layer, 0) for layer in range(len(model.layers) + 1 - more * repeated.each))
+    left_out = sum(gap.missing_blocks for gap in gaps)
+    fewer = Repeated(repeated.sample, repeated.more - left_out)
+    begins = {gap.at: gap.missing_blocks * gap.block_layers for gap in gaps}
+    shifts = accumulate(begins.get(layer, 0) for layer in range(len(model.layers) + 1 - left_out * repeated.each))
     whole_layer = [layer + shift for layer, shift in enumerate(shifts)]
-    kept = set(whole_layer)
-    units = [sum(cut in kept for cut in model.pipeline_cuts[start:stop]) for start, stop in pairwise(bounds)]
+    kept_layers = set(whole_layer)
+    units = [sum(cut in kept_layers for cut in model.pipeline_cuts[start:stop]) for start, stop in pairwise(bounds)]
     short = replace(plan, layers_per_stage=tuple(units))
     if isinstance(plan.recompute, tuple):
-        numbers = [number for number, block in enumerate(model.recomputable) if block.start in kept]
+        numbers = [number for number, block in enumerate(model.recomputable) if block.start in kept_layers]
         short = replace(short, recompute=tuple([at for at, number in enumerate(numbers) if number in plan.recompute]))
     starts = [bisect_left(whole_layer, start) for start in (*(stage.start for stage in stages), len(model.layers))]
-    named = _recomputed(plan, model)
-    recomputed = {layer for layer, whole in enumerate(whole_layer) if whole in named}
+    recomputed_layers = _recomputed(plan, model)
+    recomputed = {layer for layer, whole in enumerate(whole_layer) if whole in recomputed_layers}
     fewer_sizes = fewer.sizes(workload.sample.sizes)
     return ShortModel(short, fewer_sizes, fewer.alike, stages, starts, gaps, recomputed, whole_layer)
 
@@ -145,26 +145,34 @@ def _gaps(
     plan: Plan, sizes: Sizes, model: ModelLayers, repeated: Repeated, stages: Sequence[range], extra: int
 ) -> Iterator[Gap]:
     """Yield the gaps of a short model. Around each, as many blocks stay as a step needs to become periodic."""
-    left_out, each = 0, repeated.each
-    in_flight = _blocks_in_flight(plan, sizes, model, each, stages)
+    missing_layers, layers_per_block = 0, repeated.each
+    in_flight = _blocks_in_flight(plan, sizes, model, layers_per_block, stages)
     for stage, blocks in _identical_blocks(plan, model, repeated, stages):
         # the stage may cut the first block, and the second one may be gathered during the previous stage
-        before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
-        after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
-        more = len(blocks) // each - before - after
-        if more > 0:
-            start = blocks.start - left_out
-            left_out += more * each
-            yield Gap(start, blocks.stop - left_out, each, start + before * each, more)
+        blocks_before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
+        blocks_after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
+        missing_blocks = len(blocks) // layers_per_block - blocks_before - blocks_after
+        if missing_blocks > 0:
+            start = blocks.start - missing_layers
+            missing_layers += missing_blocks * layers_per_block
+            yield Gap(
+                start,
+                blocks.stop - missing_layers,
+                layers_per_block,
+                start + blocks_before * layers_per_block,
+                missing_blocks,
+            )
 
 
 def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
     """Return the layers of the blocks that a plan names for recomputation (empty: it names none)."""
-    named = plan.recompute if isinstance(plan.recompute, tuple) else ()
-    return {layer for block in named_blocks(named, model) for layer in block}
+    block_numbers = plan.recompute if isinstance(plan.recompute, tuple) else ()
+    return {layer for block in named_blocks(block_numbers, model) for layer in block}
 
 
-def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, stages: Sequence[range]) -> list[int]:
+def _blocks_in_flight(
+    plan: Plan, sizes: Sizes, model: ModelLayers, layers_per_block: int, stages: Sequence[range]
+) -> list[int]:
     """Return the largest number of blocks whose gradients are reduced at the same time, for each stage.
 
     The last entry is the maximum over stages.
@@ -176,8 +184,8 @@ def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, s
         elements = Counter[int]()
         for layer in stage:
             elements[model.reduced_with(layer)] += sizes.weights[layer]
-        middle = stage.start + (len(stage) - each) // 2
-        block = sum(sizes.weights[max(stage.start, middle) : middle + each])
+        middle = stage.start + (len(stage) - layers_per_block) // 2
+        block = sum(sizes.weights[max(stage.start, middle) : middle + layers_per_block])
         buffer = max(elements.values()) / block if block else 1.0
         numbers.append(axes * math.ceil(buffer) + last + (buffer > 1))
     return [*numbers, max(numbers)]
@@ -190,13 +198,13 @@ def _identical_blocks(
 
     If the plan names the blocks to recompute, a run has either only named blocks or only other blocks.
     """
-    each, first = repeated.each, repeated.first
-    stop = first + (repeated.more + 1) * each
+    layers_per_block, first = repeated.each, repeated.first
+    stop = first + (repeated.more + 1) * layers_per_block
     recomputed = _recomputed(plan, model)
     for number, stage in enumerate(stages):
         start, end = max(stage.start, first), min(stage.stop, stop)
-        for layer in range(start + each, end):
-            if (layer in recomputed) != (layer - each in recomputed) and layer - each >= start:
+        for layer in range(start + layers_per_block, end):
+            if (layer in recomputed) != (layer - layers_per_block in recomputed) and layer - layers_per_block >= start:
                 yield number, range(start, layer)
                 start = layer
         yield number, range(start, end)
@@ -206,7 +214,7 @@ class Position(NamedTuple):
     """Position of a layer beside a gap: in the block before it, or in the block after it."""
 
     gap: Gap
-    after: bool
+    after_gap: bool
 
 
 NOTHING_STARTED: Mapping[Group, int] = Counter()
@@ -217,13 +225,13 @@ class StepSegment(NamedTuple):
 
     Attributes:
         step: entries and memory of the part.
-        more: number of repetitions for missing blocks, in addition to the part itself.
+        repetitions: number of repetitions for missing blocks, in addition to the part itself.
         distance: number of layers from one repetition to the next (negative in a backward pass).
         started: by group, number of collectives that the part starts.
     """
 
     step: CompressedStep
-    more: int = 0
+    repetitions: int = 0
     distance: int = 0
     started: Mapping[Group, int] = NOTHING_STARTED
 
@@ -232,13 +240,13 @@ class Repetition(NamedTuple):
     """Collectives of one group that a repeated segment leaves in flight. Each repetition leaves as many.
 
     Attributes:
-        more: number of repetitions for missing blocks.
+        times: number of repetitions for missing blocks.
         distance: number of layers from one repetition to the next (negative in a backward pass).
         stride: number of collectives of the group that the segment starts.
         handles: number of these collectives that stay in flight.
     """
 
-    more: int
+    times: int
     distance: int
     stride: int
     handles: int
@@ -251,7 +259,7 @@ def extend_step(segments: Sequence[StepSegment]) -> CompressedStep:
     extended = _ExtendedStep()
     for segment in segments:
         extended.add(segment.step)
-        if segment.more:
+        if segment.repetitions:
             extended.repeat(segment)
     return extended.step()
 
@@ -271,11 +279,11 @@ class _ExtendedStep:
 
     def repeat(self, segment: StepSegment) -> None:
         """Add the repetitions of a segment that was just added."""
-        step, more, distance, started = segment
+        step, repetitions, distance, started = segment
         awaits = any(isinstance(entry, AwaitCollective) and entry.stride for entry in step.entries)
-        for number in range(1, more + 1):
+        for number in range(1, repetitions + 1):
             self._add_entries(_awaiting_later(step.entries, number, started) if awaits else step.entries)
-        self._memory.apply(step.memory, more, distance)
+        self._memory.apply(step.memory, repetitions, distance)
 
     def _add_entries(self, entries: Sequence[Entry]) -> None:
         last = self._entries[-1] if self._entries else None

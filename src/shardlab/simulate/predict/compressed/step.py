@@ -98,22 +98,26 @@ class StepCompressor:
 
     def peak(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Peak:
         """Return the peak of a rank's memory in an optimizer step, from its compressed steps in order."""
-        held, most, at = 0, -1, 0
-        for place, (_, (bytes, _, peak)) in enumerate(steps):
-            if held + (peak[0] if peak else -held) > most:
-                most, at = held + (peak[0] if peak else -held), place
-            held += bytes
+        bytes_before, peak_bytes, peak_step = 0, -1, 0
+        for place, (_, (change, _, step_peak)) in enumerate(steps):
+            if bytes_before + (step_peak[0] if step_peak else -bytes_before) > peak_bytes:
+                peak_bytes, peak_step = bytes_before + (step_peak[0] if step_peak else -bytes_before), place
+            bytes_before += change
         ledger = MemoryLedger()
-        for category, bytes in enumerate(zip(NO_BYTES, *[step.memory.by_category for step in steps[:at]], strict=True)):
-            ledger.hold(category, sum(bytes))
-        ledger.raise_peak(steps[at].memory.peak)
-        peak = ledger.peak or MemoryPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
-        by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, peak.by_category, strict=True)}
-        layer, layers_of = peak.layer, self._model.layers_of
+        for category, change in enumerate(
+            zip(NO_BYTES, *[step.memory.by_category for step in steps[:peak_step]], strict=True)
+        ):
+            ledger.hold(category, sum(change))
+        ledger.raise_peak(steps[peak_step].memory.peak)
+        step_peak = ledger.peak or MemoryPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
+        by_category = {
+            category.value: change for category, change in zip(CATEGORIES, step_peak.by_category, strict=True)
+        }
+        layer, layers_of = step_peak.layer, self._model.layers_of
         if layer >= 0:
             layer = layers_of(rank.own_stages)[layers_of(rank.kind.plan.own_stages).index(layer)]
         part = "" if layer < 0 else "head" if layer == self._model.whole_layer[-1] else self._sample.place(layer)
-        return Peak(rank.number, peak.bytes, by_category, peak.op, layer, 0, part)
+        return Peak(rank.number, step_peak.bytes, by_category, step_peak.op, layer, 0, part)
 
 
 class RankKind:
@@ -144,18 +148,18 @@ class RankKind:
         rank = CompressedRank(self._first, mesh, self._sample, self.routes, self._model)
         self._runner = CompressedRunner(rank, self.plan)
         self._runner.gradients.load()
-        self._loaded = self._runner.compressed.finish_step()
+        self._load_step = self._runner.compressed.finish_step()
         self._state = self._number()
 
     def steps_for(self, sequence: KeySequence) -> list[CompressedStep]:
         """Return the compressed steps of a sequence of step keys."""
-        steps, state = [self._loaded], 0
-        known: dict[tuple[int, int], tuple[CompressedStep, int]] = {}  # by state and number of a key
+        steps, state = [self._load_step], 0
+        transitions: dict[tuple[int, int], tuple[CompressedStep, int]] = {}  # by state and number of a key
         for number in sequence.order:
             place = state, number
-            if place not in known:
-                known[place] = self._transition(state, sequence.keys[number])
-            step, state = known[place]
+            if place not in transitions:
+                transitions[place] = self._transition(state, sequence.keys[number])
+            step, state = transitions[place]
             steps.append(step)
         return steps
 
