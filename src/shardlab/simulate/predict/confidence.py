@@ -361,7 +361,7 @@ def may_not_fit(confidences: Sequence[Confidence], total: float, capacity: float
         total: predicted bytes in use on the fullest device.
         capacity: bytes of the device's memory.
     """
-    error = next((bytes.error * total for bytes in confidences if bytes.figure == "memory"), 0.0)
+    error = next((confidence.error * total for confidence in confidences if confidence.figure == "memory"), 0.0)
     if total + error <= capacity:
         return ""
     free, expected = (bytes_text(max(0.0, bytes), 1) for bytes in (capacity - total, error))

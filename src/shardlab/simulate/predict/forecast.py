@@ -181,7 +181,7 @@ class CompressedReplay:
         steps = self._compress(microbatches)
         seconds = step_seconds(self._rows(steps), self._sample.prices.contention, self._sample.prices.lag)
         ranks = zip(self._ranks, steps, strict=True) if peaks else ()
-        return seconds + self._outside_ops, [self._compressor.peak(*microbatches) for microbatches in ranks]
+        return seconds + self._outside_ops, [self._compressor.peak(*rank_steps) for rank_steps in ranks]
 
     def parts(self, microbatches: int) -> dict[str, float]:
         """Return the seconds of the step by part, as `Estimate.parts` does."""

@@ -182,7 +182,7 @@ def _activations(plan: Plan, name: str, can: CanRun, step: Workload) -> Iterator
     if can.precisions and computed not in can.precisions:
         yield f"{name} does not train in {computed}; give --precision {' or '.join(can.precisions)}"
     offloaded = {
-        word for mode in re.findall(r"offload=([^,]+)", step.pass_names) for word in re.findall(r"(\w+):", mode)
+        word for setting in re.findall(r"offload=([^,]+)", step.pass_names) for word in re.findall(r"(\w+):", setting)
     }
     if can.offload and (wrong := sorted(offloaded.difference(can.offload))):
         yield f"{name} does not offload {wrong[0]}; give {' or '.join(can.offload)}, or leave out --offload"

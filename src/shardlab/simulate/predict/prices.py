@@ -146,10 +146,10 @@ class ClusterPrices(Prices):
         run = self.model.run(layer)
         if word == PER_OP:
             kernels = self.recipe.kernels.run(run.kernels(sequences, tokens, slices))
-            products = [primitive for primitive in kernels if isinstance(primitive, Matmul) and primitive.learned]
-            others = [primitive for primitive in kernels if isinstance(primitive, Pointwise)]
-            halves = sum(self.seconds_of([primitive]) for primitive in products) / 2
-            return halves + sum(self.seconds_of([primitive]) for primitive in others)
+            products = [kernel for kernel in kernels if isinstance(kernel, Matmul) and kernel.learned]
+            others = [kernel for kernel in kernels if isinstance(kernel, Pointwise)]
+            halves = sum(self.seconds_of([kernel]) for kernel in products) / 2
+            return halves + sum(self.seconds_of([kernel]) for kernel in others)
         recomputed = self.model.recomputed(layer, word)
         primitives = [run.steps[number].primitive for number in sorted(recomputed.again)]
         seconds = self.seconds_of(self.recipe.kernels.run(run.kernels(sequences, tokens, slices, recomputed.again)))

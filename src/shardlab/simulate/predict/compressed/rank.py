@@ -138,14 +138,9 @@ class StepRecorder(MemoryLedger):
         return in_flight
 
     def _repeat(
-        self,
-        in_flight_before: InFlight,
-        started_before: Counter[Group],
-        in_flight: InFlight,
-        repetitions: int,
-        distance: int,
+        self, previous: InFlight, started: Counter[Group], in_flight: InFlight, times: int, distance: int
     ) -> None:
-        """Repeat the last segment, and count the collectives that its repetitions start.
+        """Repeat the last segment, and count the collectives that its times start.
 
         For each group and kind of value, the collectives in flight must meet one of three conditions: they are the same
         before and after the segment; they are in the same state relative to the block; or the segment only adds
@@ -154,20 +149,20 @@ class StepRecorder(MemoryLedger):
         Raises:
             NotPeriodicError: if none of the conditions holds.
         """
-        started_before = self.started - started_before
-        for queue in in_flight_before.keys() | in_flight.keys():
-            old, new = in_flight_before[queue], in_flight[queue]
+        started = self.started - started
+        for queue in previous.keys() | in_flight.keys():
+            old, new = previous[queue], in_flight[queue]
             if list(old.values()) == list(new.values()):
                 for handle in new:
-                    handle.number += repetitions * started_before[handle.group]
-            elif old and old.keys() < new.keys() and self.may_grow(new, repetitions * (len(new) - len(old))):
+                    handle.number += times * started[handle.group]
+            elif old and old.keys() < new.keys() and self.may_grow(new, times * (len(new) - len(old))):
                 added = [handle for handle in new if handle not in old]
-                repetition = Repetition(repetitions, distance, started_before[added[0].group], len(added))
+                repetition = Repetition(times, distance, started[added[0].group], len(added))
                 for handle in added:
                     handle.repetition = repetition
             elif old.keys() != new.keys():
                 raise NotPeriodicError
-        self._repeat_segment(repetitions, distance, started_before)
+        self._repeat_segment(times, distance, started)
 
     def _repeat_segment(self, repetitions: int, distance: int, started: Counter[Group]) -> None:
         """Repeat the last segment. It has started the collectives `started`, counted by group."""
@@ -526,11 +521,7 @@ class CompressedRank(StepRecorder):
     # Passes
 
     def apply_pass(
-        self,
-        measured_pass: MeasuredPass,
-        layer: int,
-        weight: SizedValue | None = None,
-        gradient: SizedValue | None = None,
+        self, measured: MeasuredPass, layer: int, weight: SizedValue | None = None, gradient: SizedValue | None = None
     ) -> None:
         """Add a measured pass to the step.
 
@@ -539,22 +530,22 @@ class CompressedRank(StepRecorder):
         collectives are started and awaited one by one in any case.
 
         Args:
-            measured_pass: the pass.
+            measured: the pass.
             layer: its layer on this rank; for a pass of several layers, the first.
             weight: the weight that it reads. It is freed if no store has it and no collective reads it.
             gradient: the weight gradient that it computes.
         """
         if self.sample.merges:
-            if any(map(self.open.__getitem__, measured_pass.groups)):
-                self.entries.append(measured_pass)
+            if any(map(self.open.__getitem__, measured.groups)):
+                self.entries.append(measured)
             else:
-                self.add_compute(measured_pass.seconds, measured_pass.waits, measured_pass.exposed)
+                self.add_compute(measured.seconds, measured.waits, measured.exposed)
         else:
-            for compute_seconds, group, seconds, kind in measured_pass.collectives:
+            for compute_seconds, group, seconds, kind in measured.collectives:
                 self.add_compute(compute_seconds)
                 self.wait(self.start_collective(kind, group, seconds))
-            self.add_compute(measured_pass.rest, (), () if measured_pass.collectives else measured_pass.exposed)
-        first_peak, main_peak, compute_seconds = measured_pass.peaks
+            self.add_compute(measured.rest, (), () if measured.collectives else measured.exposed)
+        first_peak, main_peak, last_peak = measured.peaks
         if first_peak is not None and self.bytes + first_peak.bytes > self.peak_bytes:
             self.raise_peak(first_peak, self._number_in_whole(layer))
         if gradient is not None:
@@ -563,12 +554,12 @@ class CompressedRank(StepRecorder):
             self.raise_peak(main_peak, self._number_in_whole(layer))
         if weight is not None:
             self.free_if_unused(weight)
-        if compute_seconds is not None and self.bytes + compute_seconds.bytes > self.peak_bytes:
-            self.raise_peak(compute_seconds, self._number_in_whole(layer))
+        if last_peak is not None and self.bytes + last_peak.bytes > self.peak_bytes:
+            self.raise_peak(last_peak, self._number_in_whole(layer))
         by_category = self.by_category
-        for slot, change in measured_pass.changes:
+        for slot, change in measured.changes:
             by_category[slot] += change
-        self.bytes += measured_pass.bytes
+        self.bytes += measured.bytes
 
 
 class SizedValue:

@@ -20,19 +20,18 @@ from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 from shardlab.language import Group, Kind, OpKind
-from shardlab.simulate.predict.compressed.clocks import CompressedStep, Interval
+from shardlab.simulate.predict.compressed.clocks import CompressedStep
 from shardlab.simulate.predict.compressed.rank import BoundaryStore, CompressedRank, SizedHandle, SizedValue
 from shardlab.simulate.predict.compressed.sample import (
     NO_PEAKS,
     Cuts,
     MeasuredPass,
-    PassCollective,
     SizedPart,
-    add_exposed,
+    join_passes,
     with_more_bytes,
 )
 from shardlab.simulate.predict.compressed.short_model import Repetition
-from shardlab.simulate.timeline.memory import NO_BYTES, MemoryLedger
+from shardlab.simulate.timeline.memory import NO_BYTES
 from shardlab.strategies.plan.program import PlanRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan
 from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, WeightUse, weight_uses
@@ -374,35 +373,6 @@ class CompressedRunner(PlanRunner[SizedValue]):
         if not sample.prices.adds_in_backward:
             seconds = sample.compute(OpKind.ADD, gradient.part)
             yield MeasuredPass(seconds, (), seconds, NO_BYTES, NO_PEAKS), l
-
-
-def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
-    """Return several consecutive passes as one.
-
-    Args:
-        parts: the passes, each with a number to add to the layers' numbers in its peaks.
-    """
-    memory, compute_seconds, seconds = MemoryLedger(), 0.0, 0.0
-    collectives: list[PassCollective] = []
-    waits: list[Interval] = []
-    for measured_pass, layer_offset in parts:
-        if measured_pass.waits:
-            waits += [(seconds + start, seconds + end) for start, end in measured_pass.waits]
-        seconds += measured_pass.seconds
-        if measured_pass.collectives:
-            first, *later_collectives = measured_pass.collectives
-            collectives += [first._replace(gap=compute_seconds + first.gap), *later_collectives]
-            compute_seconds = 0.0
-        compute_seconds += measured_pass.rest
-        for peak in measured_pass.peaks:
-            memory.raise_peak(peak, layer_offset)
-        for slot, bytes in measured_pass.changes:
-            memory.hold(slot, bytes)
-    peaks = memory.peak, None, None
-    exposed = add_exposed(part for measured_pass, _ in parts for part in measured_pass.exposed)
-    return MeasuredPass(
-        seconds, tuple(collectives), compute_seconds, tuple(memory.by_category), peaks, tuple(waits), exposed
-    )
 
 
 ValueState = tuple[SizedPart, int, int, int, int, int, int, bool]

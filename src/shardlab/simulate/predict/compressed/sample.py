@@ -6,9 +6,9 @@ runner that marks where passes begin and end, replays its tape, and makes a `Mea
 seconds, its collectives, its change of memory and its peaks.
 
 This file contains, in order: the sample and its marks; `PassMeter`, which measures a pass on the sample's tape;
-`PricedSample`, which has the passes, sizes and prices of one workload; the records `MeasuredPass` and `PassTable`; and
-`with_more_bytes`, which corrects a measured pass if its residual stream or its gradient takes more or less memory on a
-rank than in the sample.
+`PricedSample`, which has the passes, sizes and prices of one workload; the records `MeasuredPass` and `PassTable`;
+`join_passes`, which joins consecutive passes; and `with_more_bytes`, which corrects a measured pass if its residual
+stream or its gradient takes more or less memory on a rank than in the sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlab.language.tape import compute_op
 from shardlab.simulate.predict.folding import Folded, fold
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.event_loop import IdlePattern
-from shardlab.simulate.timeline.memory import CATEGORY_OF_KIND, CategoryBytes, MemoryPeak, TapeMemory
+from shardlab.simulate.timeline.memory import CATEGORY_OF_KIND, CategoryBytes, MemoryLedger, MemoryPeak, TapeMemory
 from shardlab.simulate.timeline.prices import Awaited, Bytes, Prices, awaited_by
 from shardlab.simulate.timeline.run import Clocks
 from shardlab.strategies.plan.layer_passes import LayerRunner
@@ -255,7 +255,7 @@ class PassMeter:
             for op, since, until in idle
         ]
         if rest >= 0:
-            exposed = [((interval.kind, interval.group.axis), interval.seconds) for interval in collectives]
+            exposed = [((collective.kind, collective.group.axis), collective.seconds) for collective in collectives]
         return MeasuredPass(
             seconds,
             collectives,
@@ -305,10 +305,8 @@ class PassMeter:
         return tuple(collectives), compute_seconds
 
 
-def _subtract(minuend: CategoryBytes, subtrahend: CategoryBytes) -> CategoryBytes:
-    return tuple(
-        [minuend_bytes - subtrahend_bytes for minuend_bytes, subtrahend_bytes in zip(minuend, subtrahend, strict=True)]
-    )
+def _subtract(later: CategoryBytes, earlier: CategoryBytes) -> CategoryBytes:
+    return tuple([a - b for a, b in zip(later, earlier, strict=True)])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -544,6 +542,35 @@ def shared_residual_layers(plan: RankPlan, sample_layer: Sequence[int], saves: S
         if saves and saves[sample_layer[number]] and layer.keeps == "all"
         for port in plan.model.layers[number].outputs
         if port.kind is Kind.RESIDUAL
+    )
+
+
+def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
+    """Return several consecutive passes as one.
+
+    Args:
+        parts: the passes, each with a number to add to the layers' numbers in its peaks.
+    """
+    memory, compute_seconds, seconds = MemoryLedger(), 0.0, 0.0
+    collectives: list[PassCollective] = []
+    waits: list[tuple[float, float]] = []
+    for measured_pass, layer_offset in parts:
+        if measured_pass.waits:
+            waits += [(seconds + start, seconds + end) for start, end in measured_pass.waits]
+        seconds += measured_pass.seconds
+        if measured_pass.collectives:
+            first, *later_collectives = measured_pass.collectives
+            collectives += [first._replace(gap=compute_seconds + first.gap), *later_collectives]
+            compute_seconds = 0.0
+        compute_seconds += measured_pass.rest
+        for peak in measured_pass.peaks:
+            memory.raise_peak(peak, layer_offset)
+        for slot, bytes in measured_pass.changes:
+            memory.hold(slot, bytes)
+    peaks = memory.peak, None, None
+    exposed = add_exposed(part for measured_pass, _ in parts for part in measured_pass.exposed)
+    return MeasuredPass(
+        seconds, tuple(collectives), compute_seconds, tuple(memory.by_category), peaks, tuple(waits), exposed
     )
 
 

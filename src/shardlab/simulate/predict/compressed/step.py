@@ -104,20 +104,18 @@ class StepCompressor:
                 peak_bytes, peak_step = bytes_before + (step_peak[0] if step_peak else -bytes_before), place
             bytes_before += change
         ledger = MemoryLedger()
-        for category, change in enumerate(
+        for category, bytes in enumerate(
             zip(NO_BYTES, *[step.memory.by_category for step in steps[:peak_step]], strict=True)
         ):
-            ledger.hold(category, sum(change))
+            ledger.hold(category, sum(bytes))
         ledger.raise_peak(steps[peak_step].memory.peak)
-        step_peak = ledger.peak or MemoryPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
-        by_category = {
-            category.value: change for category, change in zip(CATEGORIES, step_peak.by_category, strict=True)
-        }
-        layer, layers_of = step_peak.layer, self._model.layers_of
+        peak = ledger.peak or MemoryPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
+        by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, peak.by_category, strict=True)}
+        layer, layers_of = peak.layer, self._model.layers_of
         if layer >= 0:
             layer = layers_of(rank.own_stages)[layers_of(rank.kind.plan.own_stages).index(layer)]
         part = "" if layer < 0 else "head" if layer == self._model.whole_layer[-1] else self._sample.place(layer)
-        return Peak(rank.number, step_peak.bytes, by_category, step_peak.op, layer, 0, part)
+        return Peak(rank.number, peak.bytes, by_category, peak.op, layer, 0, part)
 
 
 class RankKind:
