@@ -255,17 +255,17 @@ class Plan:
         >>> Plan(Mesh(dp_shard=2), shard_optimizer=("cp",), context="ulysses").without_effect()
         {'shard_optimizer': 'cp has no effect: the mesh has cp 1', 'context': 'has no effect: the mesh has cp 1'}
         """
-        several, found = set(self.mesh.used), dict[str, str]()
+        axes, reasons = set(self.mesh.used), dict[str, str]()
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_every_microbatch"):
-            if idle := [axis for axis in getattr(self, name) or () if axis not in several]:
-                found[name] = f"{idle[0]} has no effect: the mesh has {idle[0]} 1"
-        if self.reshard_after != "layer" and several.isdisjoint(self.shard_parameters):
-            found["reshard_after"] = "has no effect: no weight is sharded"
-        if self.reduce_at != "layer" and several.isdisjoint({*CUT_AXES, "ep"} - {*self.axes_of_every_microbatch}):
-            found["reduce_at"] = "has no effect: no gradient is reduced once a step"
+            if idle := [axis for axis in getattr(self, name) or () if axis not in axes]:
+                reasons[name] = f"{idle[0]} has no effect: the mesh has {idle[0]} 1"
+        if self.reshard_after != "layer" and axes.isdisjoint(self.shard_parameters):
+            reasons["reshard_after"] = "has no effect: no weight is sharded"
+        if self.reduce_at != "layer" and axes.isdisjoint({*CUT_AXES, "ep"} - {*self.axes_of_every_microbatch}):
+            reasons["reduce_at"] = "has no effect: no gradient is reduced once a step"
         if self.context != "ring" and self.mesh.cp == 1:
-            found["context"] = "has no effect: the mesh has cp 1"
-        return found
+            reasons["context"] = "has no effect: the mesh has cp 1"
+        return reasons
 
     def counted(self, sizes: Sizes) -> Sizes:
         """Return sizes with sequences divided into the slices that this plan distributes over cp."""
