@@ -73,10 +73,10 @@ class CommunicationCheck:
         if inputs or outputs:
             remedy = "number the received value in its communication"
             state.refuse("malformed tape", "a wait reads and makes no value", remedy)
-        issued = state.flying.pop(handle, None)
-        if issued is None:
+        issue_op = state.in_flight.pop(handle, None)
+        if issue_op is None:
             refuse_second_wait(state, op)
-        source, reading = state.ops[issued], state.reading
+        source, reading = state.ops[issue_op], state.reading
         for number in source[2]:
             if reading[number] > 1:
                 reading[number] -= 1
@@ -88,11 +88,11 @@ class CommunicationCheck:
 
     def find_wait(self, state: RankState) -> Wait:
         """Return the communication that a blocked rank waits for, and its missing members."""
-        op = state.ops[state.flying[state.waits_for]]
+        op = state.ops[state.in_flight[state.waits_for]]
         if op[0] is OpKind.RECV:
             return Wait(str(op), [op.peer])
         assert op.group is not None
-        part = Participant(state.index, state.waits_for, state.flying[state.waits_for])
+        part = Participant(state.index, state.waits_for, state.in_flight[state.waits_for])
         arrived = next(
             parts for parts in self._matcher.incomplete() if state.index in parts and parts[state.index][0] == part
         )
@@ -117,7 +117,7 @@ class CommunicationCheck:
 
     def _issue(self, state: RankState, op: Op) -> Participant:
         handle, at, batch = op[4], state.at, op.batch
-        if handle in state.flying or handle in state.arrived or handle < 0:
+        if handle in state.in_flight or handle in state.arrived or handle < 0:
             state.refuse("number in use", f"issues handle {handle}, which must be a new one", "number handles from 0")
         if batch >= 0:
             if state.batches.get(batch, at - 1) != at - 1:
@@ -128,7 +128,7 @@ class CommunicationCheck:
                 state.refuse("batch of collectives", fault, "give it a batch of its own")
             state.batches[batch] = at
             self.batches |= op[0] in COLLECTIVES
-        state.flying[handle] = at
+        state.in_flight[handle] = at
         for number in op[2]:
             state.reading[number] = state.reading.get(number, 0) + 1
         return _participant(Participant, (state.index, handle, at))
@@ -254,7 +254,7 @@ class RankState:
         half_of: for each live activation, the values that the first halves of backward passes left for the second
             halves, by form.
         reading: for each value, the number of communications in flight that read it. A value that none reads is absent.
-        flying: for each handle of a communication in flight, the index of the op that issued it.
+        in_flight: for each handle of a communication in flight, the index of the op that issued it.
         arrived: for each handle of a complete communication, the spec that it delivers (None: it delivers nothing).
         loads: for each (kind, layer, slices), the index of the op that loaded them.
         clips: whether the updates so far clip, that is, take the gradient's norm (None: there was no update).
@@ -278,7 +278,7 @@ class RankState:
         self.saved_of: dict[int, dict[Form, int]] = {}
         self.half_of: dict[int, dict[Form, int]] = {}
         self.reading: dict[int, int] = {}
-        self.flying: dict[int, int] = {}
+        self.in_flight: dict[int, int] = {}
         self.arrived: dict[int, Spec | None] = {}
         self.loads: dict[tuple[Kind, int, Holds], int] = {}
         self.clips: bool | None = None
@@ -330,9 +330,9 @@ class RankState:
 
     def refuse_input(self, number: int) -> NoReturn:
         """Refuse an input that is not live, and say why it is not."""
-        flying = next((handle for handle, at in self.flying.items() if number in self.ops[at].outputs), None)
-        if flying is not None:
-            self.refuse("in flight", f"value {number} is still in flight", f"wait for handle {flying} first")
+        in_flight = next((handle for handle, at in self.in_flight.items() if number in self.ops[at].outputs), None)
+        if in_flight is not None:
+            self.refuse("in flight", f"value {number} is still in flight", f"wait for handle {in_flight} first")
         if number not in self.specs:
             self.refuse("freed", f"value {number} has not been made yet", "make it before")
         if self.specs[number].kind in AUTOGRAD_KINDS:

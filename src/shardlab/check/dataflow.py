@@ -128,7 +128,7 @@ class Dataflow:
             elif op[4] in arrived:
                 arrive(state, op)
             else:
-                if op[4] not in state.flying:
+                if op[4] not in state.in_flight:
                     refuse_second_wait(state, op)
                 state.waits_for = op[4]
                 return
@@ -159,8 +159,8 @@ def check_rank_ending(state: RankState) -> None:
     Raises:
         Refused: with a value that is missing or left over.
     """
-    for issued in state.flying.values():
-        state.refuse("in flight", "is still in flight when the step ends", "wait for it", issued)
+    for issue_op in state.in_flight.values():
+        state.refuse("in flight", "is still in flight when the step ends", "wait for it", issue_op)
     live_specs = set(state.live.values())
     finals: set[Spec] = set()
     for (kind, layer, holds), load_op in state.loads.items():

@@ -260,8 +260,8 @@ class WeightMemory:
         for handle, number in self.reading.items():
             overlaps = self.weights.owners.get(number, number) == home and (self.specs[number].holds & holds).mask
             if number != op.inputs[1] and overlaps:
-                flying = next(other for other in self.tape if other.handle == handle)
-                fault = f"writes over {self.specs[number]}, but {flying} (handle {handle}) is still reading that"
+                reader = next(other for other in self.tape if other.handle == handle)
+                fault = f"writes over {self.specs[number]}, but {reader} (handle {handle}) is still reading that"
                 raise Refused("in flight", op.about, fault, "wait for it first")
         self.writes[home].append((holds, at))
 

@@ -505,10 +505,10 @@ def _drifted(copies: list[ParameterCopy]) -> list[ParameterCopy]:
     return [copy for copy in cut if copy.holds.mask]
 
 
-def _groups(apart: list[ParameterCopy]) -> tuple[tuple[int, ...], ...]:
+def _groups(copies: list[ParameterCopy]) -> tuple[tuple[int, ...], ...]:
     """Group the ranks whose copies have equal numbers."""
     has: dict[int, set[tuple[Holds, int]]] = defaultdict(set)
-    for holds, number, rank in apart:
+    for holds, number, rank in copies:
         has[rank].add((holds, number))
     groups: dict[frozenset[tuple[Holds, int]], list[int]] = defaultdict(list)
     for rank in sorted(has):

@@ -75,8 +75,8 @@ class Precision:
         Args:
             ema: whether the state includes the moving average of the parameters.
         """
-        lacking = MOMENTS_PER_PARAMETER["adamw"] - MOMENTS_PER_PARAMETER[optimizer] - ema
-        return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
+        missing_moments = MOMENTS_PER_PARAMETER["adamw"] - MOMENTS_PER_PARAMETER[optimizer] - ema
+        return replace(self, optimizer=self.optimizer - missing_moments * int(bytes_of(self.state)))
 
     def with_gradients_of(self, bytes: int) -> Precision:
         """Return this precision with gradients of 2 or 4 bytes per element.
@@ -134,7 +134,7 @@ _TF32 = "docs.pytorch.org/docs/stable/notes/cuda.html: products of matrices in T
 _MX = "Rouhani et al. 2023, arXiv 2310.10537: a scale for each 32 elements; all else as fp8"
 
 
-def _alone(name: str, dtype: str, source: str = "one dtype for all") -> Precision:
+def _uniform(name: str, dtype: str, source: str = "one dtype for all") -> Precision:
     return Precision(name, dtype, dtype, dtype, dtype, dtype, False, int(2 * bytes_of(dtype)), source)
 
 
@@ -151,8 +151,8 @@ _BF16, _BF16_FP32 = (
     _mixed("bf16", "bfloat16", "bfloat16"),
     _mixed("bf16-fp32-grads", "bfloat16", "float32", f"{_MIXED}; gradients summed in float32"),
 )
-_BF16_STATE = _alone("bf16-params", "bfloat16", "PyTorch's AdamW, whose moments have the dtype of the parameters")
-_FP32 = _alone("fp32", "float32")
+_BF16_STATE = _uniform("bf16-params", "bfloat16", "PyTorch's AdamW, whose moments have the dtype of the parameters")
+_FP32 = _uniform("fp32", "float32")
 
 PRECISIONS = {
     precision.name: precision
@@ -168,7 +168,7 @@ PRECISIONS = {
         _predicted("fp8-fp32-grads", "float8", _BF16_FP32, _FP8),
         _predicted("mxfp8", "mxfloat8", _BF16, _MX),
         _predicted("mxfp8-fp32-grads", "mxfloat8", _BF16_FP32, _MX),
-        _alone("fp64", "float64"),
+        _uniform("fp64", "float64"),
     )
 }
 """Every precision by name."""

@@ -133,10 +133,10 @@ class CommunicationVerbs(Tracer):
             self.refuse("batch of messages", "batch_p2p", fault, "put it before or after the block")
         messages = [op for op in block_ops if op.batch == batch]
         self.ops[start:] = [*(op for op in block_ops if op.batch != batch), *messages]
-        issued = [self._outstanding[number] for number in range(first_handle, self.handles)]
-        for handle, at in zip(issued, range(len(self.ops) - len(messages), len(self.ops)), strict=True):
+        handles = [self._outstanding[number] for number in range(first_handle, self.handles)]
+        for handle, at in zip(handles, range(len(self.ops) - len(messages), len(self.ops)), strict=True):
             handle.op = at
-            handle.others = tuple([other for other in issued if other is not handle])
+            handle.others = tuple([other for other in handles if other is not handle])
 
     def all_reduce(
         self,

@@ -163,13 +163,13 @@ class ValueVerbs(Tracer):
         Raises:
             Refused: for an empty list, and as `all_gather` does.
         """
-        read = [values] if isinstance(values, Value) else list(values)
-        if not read:
+        inputs = [values] if isinstance(values, Value) else list(values)
+        if not inputs:
             self.refuse("wrong number", "concatenate", "no value was given", "give the pieces")
-        specs = [self._read(value, "concatenate") for value in read]
+        specs = [self._read(value, "concatenate") for value in inputs]
         names = MemberNames(range(len(specs)), "piece")
         rule = partial(collectives.gather, specs[0].about("concatenate"), specs, names)
-        return self._record(read, OpKind.CONCATENATE, rule)
+        return self._record(inputs, OpKind.CONCATENATE, rule)
 
     def scale(self, value: Value, by: Factor | Fraction | int) -> Value:
         """Multiply a gradient by a rational number, or by token counts.

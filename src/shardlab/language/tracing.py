@@ -209,7 +209,7 @@ class Tracer(ABC):
             if not isinstance(result, Value) or not result.alive or result.keys or result.reading:
                 continue
             if op.handle in self._outstanding or _has_missing_part(result.spec, refusal):
-                return self._unused(at, refusal).with_traceback(refusal.__traceback__)
+                return self._unused_refusal(at, refusal).with_traceback(refusal.__traceback__)
         return refusal
 
     def release(self) -> None:
@@ -258,7 +258,7 @@ class Tracer(ABC):
         spec = value.spec if isinstance(value, Value) else value
         return None if spec is None else spec.kind
 
-    def _unused(self, at: int, refusal: Refused) -> Refused:
+    def _unused_refusal(self, at: int, refusal: Refused) -> Refused:
         """Return the refusal of a collective with an unused result, given the refusal of a later op that needed it."""
         op = self.ops[at]
         about, needed = op.about, f"and {refusal.about} needs the result: {refusal.given}"

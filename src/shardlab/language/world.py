@@ -137,8 +137,8 @@ class World:
             Stalled: when a rank writes no op for too long.
         """
         coroutines = self._start(strategy)
-        ours = str(getattr(strategy, "__module__", "")).startswith("shardlab.")
-        with gc_paused(), nullcontext() if ours else _refusing_dropped_coroutines():
+        is_builtin = str(getattr(strategy, "__module__", "")).startswith("shardlab.")
+        with gc_paused(), nullcontext() if is_builtin else _refusing_dropped_coroutines():
             return run_stepwise(
                 lambda: self._drive(coroutines),
                 lambda: self._resumed + sum(len(rank.ops) for rank in self.ranks),

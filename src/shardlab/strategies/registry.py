@@ -189,8 +189,8 @@ class StrategyEntry:
         except Exception as error:
             raise UserError(f"the mesh function of {self.name} raised {error_text(error)}") from error
         if not isinstance(mesh, Mesh) or mesh.world != ranks:
-            got = f"a mesh of {mesh.world} ranks" if isinstance(mesh, Mesh) else repr(mesh)
-            raise UserError(f"the mesh function of {self.name} gave {got} for {ranks} ranks; give a Mesh of {ranks}")
+            value = f"a mesh of {mesh.world} ranks" if isinstance(mesh, Mesh) else repr(mesh)
+            raise UserError(f"the mesh function of {self.name} gave {value} for {ranks} ranks; give a Mesh of {ranks}")
         return mesh
 
 

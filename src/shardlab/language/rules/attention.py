@@ -28,9 +28,9 @@ def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
         Refused: if layer, heads or microbatches differ, or if all keys are masked.
     """
     op = about_layer("attend", layer)
-    ours, theirs = _require_pair(op, layer, queries, keys_values)
-    needs = needed_slices(ACTIVATION, ours, queries.form.space)
-    form = _form(queries.form, ACTIVATION, layer + 1, theirs & needs, needs)
+    q_slices, k_slices = _require_pair(op, layer, queries, keys_values)
+    needs = needed_slices(ACTIVATION, q_slices, queries.form.space)
+    form = _form(queries.form, ACTIVATION, layer + 1, k_slices & needs, needs)
     return Spec(form, queries.cells, queries.joined)
 
 
@@ -43,22 +43,22 @@ def attend_backward(
         Refused: as `attend` does, and if `attention_output` or its gradient is incomplete or belongs to other queries.
     """
     op = about_layer("attend_backward", layer)
-    ours, theirs = _require_pair(op, layer, queries, keys_values)
+    q_slices, k_slices = _require_pair(op, layer, queries, keys_values)
     for spec, kind in ((attention_output, ACTIVATION), (gradient, GRAD_ACTIVATION)):
         _require_input(op, spec, kind, layer + 1, queries)
         if spec.cells != queries.cells:
-            mine, theirs = (cells_text(cells, spec.form.space) for cells in (spec.cells, queries.cells))
-            raise other_tokens_refusal(op, KIND_NOUNS[kind], mine, "queries", theirs)
+            spec_text, query_text = (cells_text(cells, spec.form.space) for cells in (spec.cells, queries.cells))
+            raise other_tokens_refusal(op, KIND_NOUNS[kind], spec_text, "queries", query_text)
     space = queries.form.space
-    of_queries, of_keys = needed_slices(GRAD_QUERIES, ours, space), needed_slices(GRAD_KEYS_VALUES, theirs, space)
+    of_queries, of_keys = needed_slices(GRAD_QUERIES, q_slices, space), needed_slices(GRAD_KEYS_VALUES, k_slices, space)
     return (
         Spec(
-            _form(queries.form, GRAD_QUERIES, layer, theirs & of_queries, of_queries, gradient.form.factor),
+            _form(queries.form, GRAD_QUERIES, layer, k_slices & of_queries, of_queries, gradient.form.factor),
             queries.cells,
             queries.joined,
         ),
         Spec(
-            _form(keys_values.form, GRAD_KEYS_VALUES, layer, ours & of_keys, of_keys, gradient.form.factor),
+            _form(keys_values.form, GRAD_KEYS_VALUES, layer, q_slices & of_keys, of_keys, gradient.form.factor),
             keys_values.cells,
             keys_values.joined,
         ),

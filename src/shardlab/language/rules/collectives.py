@@ -46,9 +46,9 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     if form.kind not in ROW_KINDS and form.kind is not Kind.SCALAR:
         cells = first[1]
         if all(spec[1] == cells for spec in specs):
-            united = _united_slices(tuple([spec[0] for spec in specs]))
-            if united is not None:
-                return Spec(united, cells)
+            whole = _united_slices(tuple([spec[0] for spec in specs]))
+            if whole is not None:
+                return Spec(whole, cells)
     for spec, name in zip(specs, names, strict=True):
         if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
             fault = f"{names[0]} gave {first} and {name} {spec}"
@@ -135,9 +135,9 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     elif form.term is not None:
         cells = specs[0][1]
         if all(spec[1] == cells for spec in specs):
-            united = _united_terms(tuple([spec[0] for spec in specs]))
-            if united is not None:
-                return Spec(united, cells, specs[0][2])
+            whole = _united_terms(tuple([spec[0] for spec in specs]))
+            if whole is not None:
+                return Spec(whole, cells, specs[0][2])
     if form.term is not None and form.term.merged:
         fault = f"{specs[0]} is no term of a sum, since each rank has its own queries"
         raise Refused("merged terms", op, fault, "add these parts on the rank that has the queries")
@@ -166,7 +166,7 @@ def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], name
         return first
     values_text = f"{names[0]} gave {first} and {names[other]} {specs[other]}"
     if first.kind is Kind.SCALAR:
-        return _figures(op, values_text, reduction, specs)
+        return _combine_scalars(op, values_text, reduction, specs)
     if first.kind is Kind.WEIGHT:
         fault = f"{values_text}; the {by} of different weights is no weight"
         raise Refused("replicas differ", op, fault, "give the same on all ranks")
@@ -304,8 +304,8 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
             raise Refused("does not divide", op, fault, "use a group whose size divides their number")
         cells, joined = unite_cells(op, specs, names)
         return [Spec(run, cells, joined) for run in runs]
-    united = _united_runs(tuple([spec.form for spec in specs]), index)
-    if united is None:
+    whole = _united_runs(tuple([spec.form for spec in specs]), index)
+    if whole is None:
         _refuse_runs(op, specs, names, index)
     member_cells = divide_cells(first, count)
     if member_cells is None:
@@ -314,7 +314,7 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
     if any(spec.cells != first.cells for spec in specs):
         fault = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}"
         raise Refused("other tokens", op, fault, "give the same microbatches")
-    return [Spec(united, cells, joined) for cells, joined in member_cells]
+    return [Spec(whole, cells, joined) for cells, joined in member_cells]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -323,18 +323,18 @@ def _united_slices(forms: tuple[Form, ...]) -> Form | None:
     first = forms[0]
     if first.place == DISK:
         return None
-    united = Holds(0, 1)
+    holds = Holds(0, 1)
     for form in forms:
-        if (united & form.holds).mask or form.but(holds=first.holds) is not first:
+        if (holds & form.holds).mask or form.but(holds=first.holds) is not first:
             return None
-        united |= form.holds
-    return first.but(holds=united.simplified())
+        holds |= form.holds
+    return first.but(holds=holds.simplified())
 
 
 def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
     """Refuse slices of parameters that cannot be concatenated, with the reason."""
     first = specs[0]
-    united = Holds(0, first.form.holds.of)
+    holds = Holds(0, first.form.holds.of)
     for spec, name in zip(specs, names, strict=True):
         if spec.cells != first.cells or spec.form.sums != first.form.sums:
             fault = (
@@ -342,7 +342,7 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
                 "are the gradient of neither"
             )
             raise Refused("other sums", op, fault, "reduce before gathering")
-        twice, of = united & spec.form.holds
+        twice, of = holds & spec.form.holds
         if twice:
             overlap_text = "all of it" if first.form.holds.complete else f"{numbered('slice', twice)} of {of}"
             fault, remedy = f"{overlap_text} would come from {name} and from {_earlier(name)} as well", NO_OVERLAP
@@ -350,7 +350,7 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
                 fault = f"{first} is whole on these ranks already, so {fault}"
                 remedy = "use it without this gather, or gather the shard: keep it under a key of its own"
             raise Refused("pieces overlap", op, fault, remedy, doubled=bits(twice))
-        united |= spec.form.holds
+        holds |= spec.form.holds
     raise AssertionError("slices that fit are put together")
 
 
@@ -387,7 +387,7 @@ def _united_terms(forms: tuple[Form, ...]) -> Form | None:
     return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
 
 
-def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
+def _combine_scalars(op: About, values_text: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
     """Return the mean, minimum or maximum of scalars. It covers all parts of the model that any of them covers."""
     mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
     first = specs[0]
@@ -395,7 +395,7 @@ def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) 
     for spec in specs:
         if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
             remedy = f"take the {reduction.value} of sums of squares of one step"
-            raise Refused("other values", op, gave, remedy)
+            raise Refused("other values", op, values_text, remedy)
         holds |= spec.holds
     return Spec(first.form.but(holds=holds, reduction=reduction))
 

@@ -296,21 +296,21 @@ class Holds(NamedTuple):
 
     def __and__(self, other: Holds) -> Holds:
         """Return the parts of the whole that both sets have."""
-        mine, theirs = in_equal_pieces(self, other)
-        return Holds(mine.mask & theirs.mask, mine.of)
+        a, b = in_equal_pieces(self, other)
+        return Holds(a.mask & b.mask, a.of)
 
     def __or__(self, other: Holds) -> Holds:
         """Return the parts of the whole that either set has."""
-        mine, theirs = in_equal_pieces(self, other)
-        return Holds(mine.mask | theirs.mask, mine.of)
+        a, b = in_equal_pieces(self, other)
+        return Holds(a.mask | b.mask, a.of)
 
     def contains(self, other: Holds) -> bool:
-        mine, theirs = in_equal_pieces(self, other)
-        return theirs.mask & ~mine.mask == 0
+        a, b = in_equal_pieces(self, other)
+        return b.mask & ~a.mask == 0
 
     def equals(self, other: Holds) -> bool:
-        mine, theirs = in_equal_pieces(self, other)
-        return mine.mask == theirs.mask
+        a, b = in_equal_pieces(self, other)
+        return a.mask == b.mask
 
     def around(self, of: int) -> Holds:
         """Return the smallest set of pieces, out of `of` equal pieces of the whole, that contains this set."""

@@ -252,7 +252,7 @@ def forward(layer: Layer, inputs: Mapping[str, Extent], cut: Mapping[str, int], 
     """
     extents = dict(inputs)
     for node in layer.nodes:
-        joint = _shared_pieces(node, extents, cut)
+        pieces = _shared_pieces(node, extents, cut)
         for name in node.reads:
             if (term := extents[name].term) is not None:  # an input that was not whole
                 index = term.indices[0]
@@ -261,7 +261,7 @@ def forward(layer: Layer, inputs: Mapping[str, Extent], cut: Mapping[str, int], 
         for output, indices in node.makes.items():
             dims = indices.split()
             extents[output] = Extent(
-                {i: joint[i] for i in dims if i in joint}, _term_of_contraction(joint, dims, space)
+                {i: pieces[i] for i in dims if i in pieces}, _term_of_contraction(pieces, dims, space)
             )
     return extents
 
@@ -298,11 +298,11 @@ def backward(
     gradients = dict(out_grads)
     of_weights: Term | None = None
     for node in reversed(layer.nodes):
-        joint = _shared_pieces(node, extents, cut)
+        pieces = _shared_pieces(node, extents, cut)
         term: Term | None = None
         for output, indices in node.makes.items():
             if output in gradients:
-                _require_gradient(node, output, indices, gradients[output], joint)
+                _require_gradient(node, output, indices, gradients[output], pieces)
                 term = gradients[output].term or term
         if node.affine and term is not None and not layer.deals.issuperset(term.indices):
             raise Mismatch(layer.outputs[0].tensor, term.indices[0], None, term.bits, of_gradient=True)
@@ -311,7 +311,7 @@ def backward(
         for operand, indices in node.reads.items():
             dims = indices.split()
             gradient = Extent(
-                {i: joint[i] for i in dims if i in joint}, _term_of_contraction(joint, dims, space) or term
+                {i: pieces[i] for i in dims if i in pieces}, _term_of_contraction(pieces, dims, space) or term
             )
             if operand in gradients and gradients[operand].term != gradient.term:
                 raise _partial_gradient_mismatch(out_grads, gradients[operand].term or gradient.term)
@@ -339,13 +339,13 @@ def _ports(names: Sequence[str], activation: int, readers: Mapping[str, int]) ->
 
 def _with_unique_names(layer: Layer) -> Layer:
     """Return the layer with a unique name for every tensor."""
-    now = {port.tensor: port.tensor for port in layer.inputs}
+    names = {port.tensor: port.tensor for port in layer.inputs}
     nodes: list[Node] = []
     for number, node in enumerate(layer.nodes):
-        reads = {now.get(name, name): indices for name, indices in node.reads.items()}
-        now |= {name: f"{name}{number}" for name in node.makes}
-        nodes.append(replace(node, reads=reads, makes={now[name]: indices for name, indices in node.makes.items()}))
-    outputs = tuple(port._replace(tensor=now[port.tensor]) for port in layer.outputs)
+        reads = {names.get(name, name): indices for name, indices in node.reads.items()}
+        names |= {name: f"{name}{number}" for name in node.makes}
+        nodes.append(replace(node, reads=reads, makes={names[name]: indices for name, indices in node.makes.items()}))
+    outputs = tuple(port._replace(tensor=names[port.tensor]) for port in layer.outputs)
     return replace(layer, nodes=tuple(nodes), outputs=outputs)
 
 
@@ -359,16 +359,16 @@ def _partial_gradient_mismatch(out_grads: Mapping[str, Extent], term: Term | Non
 
 def _shared_pieces(node: Node, extents: Mapping[str, Extent], cut: Mapping[str, int]) -> dict[str, int]:
     """Return the pieces of every index that is not whole in a node's operands, which must agree on them."""
-    joint = {index: cut.get(index) for indices in node.weights.values() for index in indices.split()}
-    joint.update({index: cut.get(index) for index in node.deals})
-    joint.update(dict.fromkeys(node.whole))
+    pieces = {index: cut.get(index) for indices in node.weights.values() for index in indices.split()}
+    pieces.update({index: cut.get(index) for index in node.deals})
+    pieces.update(dict.fromkeys(node.whole))
     for name, indices in node.reads.items():
         _require_known(name, indices, extents[name])
         for index in indices.split():
-            mine = extents[name].slices.get(index)
-            if joint.setdefault(index, mine) != mine:
-                raise Mismatch(name, index, joint[index], mine, of_gradient=False)
-    return {index: mask for index, mask in joint.items() if mask is not None}
+            tensor_mask = extents[name].slices.get(index)
+            if pieces.setdefault(index, tensor_mask) != tensor_mask:
+                raise Mismatch(name, index, pieces[index], tensor_mask, of_gradient=False)
+    return {index: mask for index, mask in pieces.items() if mask is not None}
 
 
 def _require_known(name: str, indices: str, extent: Extent, *, of_gradient: bool = False) -> None:
@@ -378,23 +378,23 @@ def _require_known(name: str, indices: str, extent: Extent, *, of_gradient: bool
             raise Mismatch(name, index, None, mask, of_gradient)
 
 
-def _term_of_contraction(joint: Mapping[str, int], output_indices: Iterable[str], space: Space) -> Term | None:
+def _term_of_contraction(pieces: Mapping[str, int], output_indices: Iterable[str], space: Space) -> Term | None:
     """Return the term that results from summing over the cut indices that the output lacks."""
     output_indices = set(output_indices)
-    summed_indices = sorted(index for index in joint if index not in output_indices)
+    summed_indices = sorted(index for index in pieces if index not in output_indices)
     if not summed_indices:
         return None
     tuples = [0]
     for index in summed_indices:
         count = space.count(index)
-        tuples = [base * count + piece for base in tuples for piece in bits(joint[index])]
+        tuples = [base * count + piece for base in tuples for piece in bits(pieces[index])]
     return Term(tuple(summed_indices), mask_of(tuples))
 
 
-def _require_gradient(node: Node, output: str, indices: str, gradient: Extent, joint: Mapping[str, int]) -> None:
+def _require_gradient(node: Node, output: str, indices: str, gradient: Extent, pieces: Mapping[str, int]) -> None:
     """Require that a gradient has the pieces of the output to which it belongs."""
     _require_known(output, indices, gradient, of_gradient=True)
     for index in indices.split():
-        mine, theirs = joint.get(index), gradient.slices.get(index)
-        if mine != theirs and not (node.takes_own and theirs is None):
-            raise Mismatch(output, index, mine, theirs, of_gradient=True)
+        expected, actual = pieces.get(index), gradient.slices.get(index)
+        if expected != actual and not (node.takes_own and actual is None):
+            raise Mismatch(output, index, expected, actual, of_gradient=True)

@@ -421,13 +421,13 @@ class Plan:
                     f"{self.stages_per_rank}; leave it out"
                 )
             return stages
-        must = order.stages_per_rank
-        if must is not None and self.stages_per_rank not in (None, must):
+        required = order.stages_per_rank
+        if required is not None and self.stages_per_rank not in (None, required):
             raise UserError(
-                f"{order.name} has {must} stage{'s' * (must > 1)} on each rank, but stages_per_rank is "
+                f"{order.name} has {required} stage{'s' * (required > 1)} on each rank, but stages_per_rank is "
                 f"{self.stages_per_rank}; leave it out, or take a looped schedule such as interleaved-1f1b"
             )
-        return must or self.stages_per_rank or max(1, min(2 if self.mesh.pp > 1 else 1, units // self.mesh.pp))
+        return required or self.stages_per_rank or max(1, min(2 if self.mesh.pp > 1 else 1, units // self.mesh.pp))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as strings, numbers and lists, as in a file. Empty fields are left out."""

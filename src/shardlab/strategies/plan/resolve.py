@@ -96,7 +96,7 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
     for stage in stages:
         cut = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in blocks]
         runs = [run for run in cut if run]
-        if number > 1 and any(run.stop != following.start for run, following in pairwise(runs)):
+        if number > 1 and any(run.stop != next_run.start for run, next_run in pairwise(runs)):
             raise UserError(
                 f"recompute {plan.recompute} keeps one input of {number} blocks, but of a mixture of experts only the "
                 "experts are computed again; give full, or the numbers of blocks"
@@ -257,32 +257,32 @@ class _Resolver:
         """
         sequence, sliced = self.plan.sequence_parallel, self.model.cut_axes(layer)
         cut, signature = self.among_several(sliced), self.model.layers[layer]
-        gathered = (Completion("all_gather", "tp"),) if sequence else ()
+        gather = (Completion("all_gather", "tp"),) if sequence else ()
         if signature.routes and not signature.carries:
-            scattered = (
+            scatter = (
                 *self.if_several("reduce_scatter", "cp"),
                 *(self.if_several("slice", "tp") if sequence else ()),
             )
             if signature.deals:
-                return Completions(grad_input=scattered)
-            return Completions(output=scattered, grad_output=(*gathered, *self.if_several("all_gather", "cp")))
+                return Completions(grad_input=scatter)
+            return Completions(output=scatter, grad_output=(*gather, *self.if_several("all_gather", "cp")))
         if not sliced:
             feeds_router = any(signature.deals for signature in self.model.layers[layer + 1 : layer + 2])
-            return Completions(output=(*gathered, *(self.if_several("all_gather", "cp") if feeds_router else ())))
+            return Completions(output=(*gather, *(self.if_several("all_gather", "cp") if feeds_router else ())))
         if "ep" in sliced:
-            exchanged = self.if_several("all_to_all", "ep")
-            summed = (*(self.if_several("all_reduce", "tp") if "tp" in cut else ()), *exchanged)
-            return Completions(exchanged, summed, exchanged, summed)
-        reduced = (Completion("reduce_scatter" if sequence else "all_reduce", "tp"),) if "tp" in cut else ()
+            exchange = self.if_several("all_to_all", "ep")
+            sum_and_exchange = (*(self.if_several("all_reduce", "tp") if "tp" in cut else ()), *exchange)
+            return Completions(exchange, sum_and_exchange, exchange, sum_and_exchange)
+        reduction = (Completion("reduce_scatter" if sequence else "all_reduce", "tp"),) if "tp" in cut else ()
         if not cut:
             return Completions()
         # Attention and the loss read slices, and nothing reads the gradient of the tokens.
         makes_slices = layer in self.model.feeding_attention or layer == len(self.model.layers) - 1
         reads_slices = layer - 1 in self.model.feeding_attention or layer == 0
         return Completions(
-            output=() if makes_slices else reduced,
-            grad_output=() if makes_slices else gathered,
-            grad_input=() if reads_slices else reduced,
+            output=() if makes_slices else reduction,
+            grad_output=() if makes_slices else gather,
+            grad_input=() if reads_slices else reduction,
         )
 
     def weights(self, own_layers: Sequence[int], ranks: Sequence[int]) -> dict[int, WeightPlan]:
@@ -298,9 +298,9 @@ class _Resolver:
             sliced = model.cut_axes(layer)
             # The gradient of an expert already includes the tokens of all ranks of `cp` and `ep`.
             axes = [axis for axis in (*self.token_axes, *self.among_several(("ep",))) if axis not in sliced]
-            once = [axis for axis in axes if axis not in plan.axes_of_every_microbatch]
+            axes_once = [axis for axis in axes if axis not in plan.axes_of_every_microbatch]
             if plan.sequence_parallel and not sliced and not model.layers[layer].mixes_tokens:
-                once.append("tp")  # each tensor-parallel rank has seen different tokens
+                axes_once.append("tp")  # each tensor-parallel rank has seen different tokens
             keepers = tuple(dict.fromkeys(ranks[user] for user in model.users[layer]))
             weights[layer] = WeightPlan(
                 users=users,
@@ -309,7 +309,7 @@ class _Resolver:
                 optimizer=self.slice((*sliced, *plan.shard_optimizer)),
                 elements=-(-self.sizes.weights[layer] // self.slice(sliced)[1]),
                 reduce_every_microbatch=tuple(axis for axis in axes if axis in plan.axes_of_every_microbatch),
-                reduce_once=tuple(once),
+                reduce_once=tuple(axes_once),
                 direction_axes=self.direction_axes(layer, sliced),
                 shared_by=keepers if len(keepers) > 1 else (),
                 counted=layer in own_layers,

@@ -63,8 +63,8 @@ def import_csv(source: str | Path) -> Steps:
     ranks_of_stages = check_rows(rows)
     steps: Sequence[Sequence[ShardedStep]] = [[cell.step(ranks_of_stages) for cell in row] for row in rows]
     if not has_messages(rows):
-        todo = [[step for step in row if isinstance(step, Action)] for row in steps]
-        full_rows = insert_messages(todo, len(ranks_of_stages), ranks_of_stages.__getitem__)
+        actions = [[step for step in row if isinstance(step, Action)] for row in steps]
+        full_rows = insert_messages(actions, len(ranks_of_stages), ranks_of_stages.__getitem__)
         steps = [_insert_messages(row, messages) for row, messages in zip(steps, full_rows, strict=True)]
     microbatches = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
     return Steps(tuple(tuple(row) for row in steps), microbatches, ranks_of_stages)
@@ -392,14 +392,14 @@ def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
     counts: dict[int, Counter[int]] = {}
     for cell in (cell for row in rows for cell in row if cell.kind in ACTIONS):
         counts.setdefault(cell.stage, Counter())[cell.rank] += 1
-    ranks = {stage: on.most_common(1)[0][0] for stage, on in counts.items()}
+    ranks = {stage: counter.most_common(1)[0][0] for stage, counter in counts.items()}
     gap = next(stage for stage in count() if stage not in ranks)
     for cell in (cell for row in rows for cell in row):
         if cell.stage not in ranks:
             raise cell.refuse(f"no row computes on stage {cell.stage}; add its actions or remove this")
         if ranks[cell.stage] != cell.rank:
-            rank, on = ranks[cell.stage], counts[cell.stage]
-            if on[rank] == on[cell.rank]:
+            rank, counter = ranks[cell.stage], counts[cell.stage]
+            if counter[rank] == counter[cell.rank]:
                 raise cell.refuse(
                     f"row {rank + 1} does as much of stage {cell.stage}, which is on one rank; remove one"
                 )
@@ -484,8 +484,8 @@ def _insert_messages(row: Sequence[ShardedStep], with_messages: Sequence[Step]) 
 
 
 def _sharded(row: Sequence[ShardedStep]) -> Sequence[ShardedStep]:
-    plain = [step for step in row if isinstance(step, Step)]
-    return insert_sharding_steps(plain) if len(plain) == len(row) else row
+    steps = [step for step in row if isinstance(step, Step)]
+    return insert_sharding_steps(steps) if len(steps) == len(row) else row
 
 
 def _check_weights(row: Sequence[Cell]) -> None:

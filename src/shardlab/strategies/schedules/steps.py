@@ -78,10 +78,12 @@ def resolve_schedule(schedule: Schedule, ranks: int, microbatches: int, stages_p
         2 * ranks * stages_per_rank * microbatches,
         f"the passes of {counted(microbatches, 'microbatch')} through {stages} of the schedule {schedule.name}",
     )
-    placed = tuple(schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank))
-    todo = [_actions(schedule, rank, placed, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
-    rows = insert_messages(todo, len(placed), placed.__getitem__, f"the schedule {schedule.name}")
-    return Steps(tuple(tuple(steps) for steps in rows), microbatches, placed)
+    ranks_of_stages = tuple(schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank))
+    actions = [
+        _actions(schedule, rank, ranks_of_stages, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)
+    ]
+    rows = insert_messages(actions, len(ranks_of_stages), ranks_of_stages.__getitem__, f"the schedule {schedule.name}")
+    return Steps(tuple(tuple(steps) for steps in rows), microbatches, ranks_of_stages)
 
 
 def require_size(steps: Steps, name: str, ranks: int, microbatches: int, data_ranks: int = 1) -> None:
@@ -162,7 +164,7 @@ ShardedStep = Step | Unshard | Reshard | ReduceGrad
 
 
 def insert_messages(
-    todo: Sequence[Sequence[Action]], stages: int, rank_of: Callable[[int], int], name: str = "the schedule"
+    rank_actions: Sequence[Sequence[Action]], stages: int, rank_of: Callable[[int], int], name: str = "the schedule"
 ) -> list[list[Step]]:
     """Insert the messages between the actions of all ranks, so that no deadlock is possible.
 
@@ -171,7 +173,7 @@ def insert_messages(
     rank only waits for earlier actions in this order. Neither rendezvous nor queues can form a cycle.
 
     Args:
-        todo: actions of each rank.
+        rank_actions: actions of each rank.
         stages: total number of stages.
         rank_of: function from a stage to its rank.
         name: name of the schedule in error messages.
@@ -179,12 +181,12 @@ def insert_messages(
     Raises:
         UserError: if an action waits for a later one.
     """
-    at = [0] * len(todo)
-    steps: list[list[Step]] = [[] for _ in todo]
+    at = [0] * len(rank_actions)
+    steps: list[list[Step]] = [[] for _ in rank_actions]
     finished: set[PassKey] = set()
-    while any(place < len(actions) for place, actions in zip(at, todo, strict=True)):
+    while any(place < len(actions) for place, actions in zip(at, rank_actions, strict=True)):
         progress = False
-        for rank, actions in enumerate(todo):
+        for rank, actions in enumerate(rank_actions):
             while at[rank] < len(actions) and finished.issuperset(_needs(actions[at[rank]], stages)):
                 action = actions[at[rank]]
                 at[rank] += 1
@@ -201,7 +203,7 @@ def insert_messages(
         if not progress:
             stuck = ", ".join(
                 f"rank {rank} at {actions[place]}"
-                for rank, (place, actions) in enumerate(zip(at, todo, strict=True))
+                for rank, (place, actions) in enumerate(zip(at, rank_actions, strict=True))
                 if actions[place:]
             )
             raise UserError(
