@@ -18,7 +18,7 @@ CODE_LINES = {
     "": 405,
     "check": 2285,
     "cli": 8385,
-    "common": 1065,
+    "common": 1070,
     "draw": 1740,
     "execute": 3740,
     "frameworks": 3345,

@@ -42,10 +42,10 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     def call(*arguments: P.args, **settings: P.kwargs) -> R:
         try:
             require_arguments(name, signature, arguments, settings)
-            named = {each: _plain(value) for each, value in settings.items()}
-            shown = contextlib.redirect_stderr(sys.stdout) if in_notebook_cell() else contextlib.nullcontext()
-            with shown, refuse_long_names():
-                return cast(Any, function)(*map(_plain, arguments), **named)
+            plain_settings = {setting: _plain(value) for setting, value in settings.items()}
+            output = contextlib.redirect_stderr(sys.stdout) if in_notebook_cell() else contextlib.nullcontext()
+            with output, refuse_long_names():
+                return cast(Any, function)(*map(_plain, arguments), **plain_settings)
         except UserError as error:
             error.args = (options_as_arguments(str(error), name), *error.args[1:])
             raise
@@ -71,12 +71,12 @@ def public_class(kind: type[T]) -> type[T]:
         try:
             create(self, *map(plain, arguments), **{name: plain(value) for name, value in settings.items()})
         except TypeError:
-            for each in fields(cast(Any, kind)):  # such as Plan.mesh, for which a Mesh is made
-                part = each.default_factory
+            for field in fields(cast(Any, kind)):  # such as Plan.mesh, for which a Mesh is made
+                part = field.default_factory
                 if misplaced := settings.keys() & getattr(part, "__dataclass_fields__", {}):
                     name = min(misplaced)
-                    made = f"{cast(Any, part).__name__}({name}={settings[name]!r:.100})"
-                    raise UserError(f"{kind.__name__} has no argument {name}; give {each.name}={made}") from None
+                    call = f"{cast(Any, part).__name__}({name}={settings[name]!r:.100})"
+                    raise UserError(f"{kind.__name__} has no argument {name}; give {field.name}={call}") from None
             require_arguments(kind.__name__, signature, arguments, settings)
             raise
 
@@ -100,7 +100,9 @@ def require_arguments(
     try:
         signature.bind(*arguments, **settings)
     except TypeError as error:
-        names = [each.name for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        names = [
+            parameter.name for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         if len(names) == len(signature.parameters):
             for setting in settings.keys() - names:
                 raise unknown_name("argument", setting, names) from None
@@ -113,8 +115,8 @@ def refuse_argument(name: str, value: object, accepted: str) -> NoReturn:
     Raises:
         UserError: with the accepted values.
     """
-    given = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.100}"
-    raise UserError(f"{name} is {given}; give {accepted}")
+    value_text = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.100}"
+    raise UserError(f"{name} is {value_text}; give {accepted}")
 
 
 _OPTION = re.compile(r"(shardlab (?:\w+ )+--\S+)|(?<![\w-])--(no-)?([a-z][a-z-]*)(?:[ =](?=[\d'\"A-Z]))?")
@@ -130,12 +132,12 @@ def options_as_arguments(text: str, command: str) -> str:
     'there is no option x=3; shardlab plan --help lists them'
     """
 
-    def argument(found: re.Match[str]) -> str:
-        whole, off, option = found.groups()
-        if whole:
-            return whole
+    def argument(match: re.Match[str]) -> str:
+        full_command, negation, option = match.groups()
+        if full_command:
+            return full_command
         if option == "help":
             return f"shardlab {command} --help"
-        return option.replace("-", "_") + ("=False" if off else "=" if found[0][-1] in " =" else "")
+        return option.replace("-", "_") + ("=False" if negation else "=" if match[0][-1] in " =" else "")
 
     return _OPTION.sub(argument, text)

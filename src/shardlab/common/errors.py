@@ -145,15 +145,15 @@ def refuse_long_names() -> Generator[None, None, None]:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        given = str(error.filename)
-        raise UserError(f"{given[:40]!r}... is too long for the name of a file; give the path of a file") from None
+        name = str(error.filename)
+        raise UserError(f"{name[:40]!r}... is too long for the name of a file; give the path of a file") from None
 
 
 class TooDeep(ValueError):
     """Error of a file whose tables and lists are nested too deeply."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"it is nested more than {most} levels deep")
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"it is nested more than {limit} levels deep")
 
 
 def why_unreadable(error: OSError | UnicodeDecodeError | TooDeep) -> str:
@@ -184,10 +184,10 @@ def closest_name(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | 
     >>> closest_name("dp", ["pp", "dp_replicate", "dp_shard"])
     'dp_shard'
     """
-    known = {each.lower(): each for each in names}
-    longer = sorted((each for each in known if len(name) > 1 and each.startswith(name.lower())), key=len)
-    close = longer or get_close_matches(name.lower(), known, n=1, cutoff=cutoff)
-    return known[close[0]] if close else None
+    spellings = {known_name.lower(): known_name for known_name in names}
+    longer = sorted((lower for lower in spellings if len(name) > 1 and lower.startswith(name.lower())), key=len)
+    close = longer or get_close_matches(name.lower(), spellings, n=1, cutoff=cutoff)
+    return spellings[close[0]] if close else None
 
 
 def suggest_name(name: str, names: Iterable[str], others: str = "") -> str:
@@ -201,23 +201,23 @@ def suggest_name(name: str, names: Iterable[str], others: str = "") -> str:
     Args:
         others: other accepted values, appended to the list of names.
     """
-    known = list(names)
-    close = closest_name(name, known)
-    return f"did you mean {close}?" if close else f"there are {', '.join(known)}{others}"
+    known_names = list(names)
+    close = closest_name(name, known_names)
+    return f"did you mean {close}?" if close else f"there are {', '.join(known_names)}{others}"
 
 
-def unknown_name(what: str, name: str | int, names: Iterable[str], others: str = "") -> UserError:
-    """Return the error for a name that is not in `names`. `what` is the noun; `others` is as in `suggest_name`."""
-    return UserError(f"there is no {what} {name!r}; {suggest_name(str(name), names, others)}")
+def unknown_name(noun: str, name: str | int, names: Iterable[str], others: str = "") -> UserError:
+    """Return the error for a name that is not in `names`. `noun` names its kind; `others` is as in `suggest_name`."""
+    return UserError(f"there is no {noun} {name!r}; {suggest_name(str(name), names, others)}")
 
 
-def find_by_name(table: Mapping[str, T], name: str, what: str) -> T:
+def find_by_name(table: Mapping[str, T], name: str, noun: str) -> T:
     """Return the table's entry of that name, ignoring case.
 
     Raises:
         UserError: if there is none; the message suggests the nearest name.
     """
-    found = table.get(name.strip().lower())
-    if found is None:
-        raise unknown_name(what, name, table)
-    return found
+    entry = table.get(name.strip().lower())
+    if entry is None:
+        raise unknown_name(noun, name, table)
+    return entry

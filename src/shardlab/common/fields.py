@@ -4,7 +4,7 @@ Every table of a file is read by `read_settings` or `read_fields`, which follow 
 annotation may name a `FieldType`, which limits the values and describes the flag of the field; the docstring of a field
 is the help of its flag. First come the functions on all fields of a class, then the functions that build a `FieldType`
 (`integer`, `choice`, ...), then the common types (`COUNT`, `DURATION`, `INTERVAL`, ...). In the functions that build a
-type, the argument `wanted` describes the accepted values in messages, and `fits` tells whether a number is accepted.
+type, the argument `expected` describes the accepted values in messages, and `fits` tells whether a number is accepted.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def parse_seconds(words: str) -> float | None:
     if clock := re.fullmatch(r"([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])", words):
         hours, minutes, seconds = map(float, clock.groups())
         return 3600 * hours + 60 * minutes + seconds
-    if dated := re.fullmatch(r"([0-9]{1,6})-((?:[01]?[0-9]|2[0-3])(?::[0-5][0-9]){0,2})", words):
-        hours, minutes, seconds = map(float, [*dated[2].split(":"), 0, 0][:3])
-        return 86400 * float(dated[1]) + 3600 * hours + 60 * minutes + seconds
+    if days_clock := re.fullmatch(r"([0-9]{1,6})-((?:[01]?[0-9]|2[0-3])(?::[0-5][0-9]){0,2})", words):
+        hours, minutes, seconds = map(float, [*days_clock[2].split(":"), 0, 0][:3])
+        return 86400 * float(days_clock[1]) + 3600 * hours + 60 * minutes + seconds
     try:
-        found = float(words[:-1]) * UNITS[words[-1:]]
+        duration = float(words[:-1]) * UNITS[words[-1:]]
     except (ValueError, KeyError):
         return None
-    return found if 0 <= found < math.inf else None
+    return duration if 0 <= duration < math.inf else None
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FieldType:
     Attributes:
         words: type of the flag's arguments (bool: it has none).
         metavar: placeholder for the arguments in the help.
-        wanted: function from a value to a description of accepted values; "" if the value is accepted.
+        check: function from a value to a description of accepted values; "" if the value is accepted.
         of_words: function from the flag's arguments to the value. If the flag takes one argument, it also converts
             texts in files.
         of_file: function from a value in a file to the field's value (None: a list becomes a tuple, and a text
@@ -74,34 +74,34 @@ class FieldType:
 
     words: Any
     metavar: str
-    wanted: Callable[[Any], str]
+    check: Callable[[Any], str]
     of_words: Callable[[Any], Any] = lambda words: words
     of_file: Callable[[Any], Any] | None = None
 
 
 @cache
-def field_hints(described: type) -> dict[str, Any]:
+def field_hints(kind: type) -> dict[str, Any]:
     """Return the annotations of the fields of a dataclass."""
-    hints = get_type_hints(described, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(described)}
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 @cache
-def field_types(described: type) -> dict[str, FieldType]:
+def field_types(kind: type) -> dict[str, FieldType]:
     """Return the types of the fields whose annotations name one."""
-    hints = field_hints(described).items()
+    hints = field_hints(kind).items()
     return {name: hint.__metadata__[0] for name, hint in hints if hasattr(hint, "__metadata__")}
 
 
 def read_settings(
-    kind: type[T], written: Any, where: str, key: str = "", base: T | None = None, *, strict: bool = True
+    kind: type[T], data: Any, source: str, key: str = "", base: T | None = None, *, strict: bool = True
 ) -> T:
     """Return the dataclass that a table of a TOML or JSON file describes.
 
     Args:
         kind: the dataclass.
-        written: the table.
-        where: name of the file for messages ("": the caller adds it).
+        data: the table.
+        source: name of the file for messages ("": the caller adds it).
         key: key of the table in the file ("": the table is the whole file).
         base: object that supplies the values of fields which the table leaves out (None: the defaults apply).
         strict: whether a key that is not a field is refused.
@@ -110,80 +110,82 @@ def read_settings(
         UserError: if a key is unknown or missing, or a value is of another type. The message names the key, the value,
             the accepted values, and the nearest known key.
     """
-    values = read_fields(field_hints(kind), written, where, key, base, strict=strict)
+    values = read_fields(field_hints(kind), data, source, key, base, strict=strict)
     if base is not None:
         return replace(cast(Any, base), **values)
-    required = (each for each in fields(cast(Any, kind)) if each.default is MISSING and each.default_factory is MISSING)
-    if missing := [each.name for each in required if each.name not in values]:
-        raise UserError(f"{_place(where, key)} does not say {', '.join(missing)}".lstrip())
+    required = (
+        field for field in fields(cast(Any, kind)) if field.default is MISSING and field.default_factory is MISSING
+    )
+    if missing := [field.name for field in required if field.name not in values]:
+        raise UserError(f"{_place(source, key)} does not say {', '.join(missing)}".lstrip())
     return kind(**values)
 
 
 def read_fields(
-    types: Mapping[str, Any], written: Any, where: str, key: str = "", base: object = None, *, strict: bool = True
+    types: Mapping[str, Any], data: Any, source: str, key: str = "", base: object = None, *, strict: bool = True
 ) -> dict[str, Any]:
     """Return the values of the fields that a table of a file has.
 
     Args:
         types: annotation or `FieldType` of each known field.
-        written, where, key, base, strict: as in `read_settings`.
+        data, source, key, base, strict: as in `read_settings`.
     """
-    table = read_table(written, where, key)
+    table = read_table(data, source, key)
     if strict and (unknown := next((name for name in table if name not in types), None)) is not None:
-        raise UserError(f"{_place(where, key)} has no {unknown!r}; {suggest_name(unknown, types)}")
+        raise UserError(f"{_place(source, key)} has no {unknown!r}; {suggest_name(unknown, types)}")
     return {
-        name: read_value(types[name], value, where, f"{key}.{name}".lstrip("."), getattr(base, name, None))
+        name: read_value(types[name], value, source, f"{key}.{name}".lstrip("."), getattr(base, name, None))
         for name, value in table.items()
         if name in types
     }
 
 
-def read_table(written: Any, where: str, key: str = "") -> dict[str, Any]:
+def read_table(data: Any, source: str, key: str = "") -> dict[str, Any]:
     """Return a value of a file if it is a table, and refuse any other value."""
-    if not isinstance(written, dict):
-        raise UserError(f"{_place(where, key)} is {written!r}; give a table")
-    return cast(dict[str, Any], written)
+    if not isinstance(data, dict):
+        raise UserError(f"{_place(source, key)} is {data!r}; give a table")
+    return cast(dict[str, Any], data)
 
 
-def read_value(hint: Any, written: Any, where: str, key: str, base: Any = None) -> Any:
+def read_value(hint: Any, data: Any, source: str, key: str, base: Any = None) -> Any:
     """Convert a value of a file to the type that its annotation or `FieldType` names.
 
     Args:
         hint: the annotation.
-        written: the value in the file.
-        where, key: place in the file, as in `read_settings`.
+        data: the value in the file.
+        source, key: place in the file, as in `read_settings`.
         base: object or table that supplies the values which a table in the file leaves out.
     """
     origin: Any = get_origin(hint)
     inner = get_args(hint)
-    if written is None and NoneType in get_args(inner[0] if origin is Annotated else hint):
+    if data is None and NoneType in get_args(inner[0] if origin is Annotated else hint):
         return None
     if origin in (Union, UnionType):
-        kinds = [each for each in inner if each is not NoneType]
-        fitting = [each for each in kinds if _is_table(each) == isinstance(written, dict)]
-        return read_value((fitting or kinds)[0], written, where, key, base)
+        kinds = [member for member in inner if member is not NoneType]
+        fitting = [member for member in kinds if _is_table(member) == isinstance(data, dict)]
+        return read_value((fitting or kinds)[0], data, source, key, base)
     if _is_record(hint):
-        return written if isinstance(written, hint) else read_settings(hint, written, where, key, base)
+        return data if isinstance(data, hint) else read_settings(hint, data, source, key, base)
     if origin is Mapping:
-        table = read_table(written, where, key)
-        return cast(dict[str, Any], base or {}) | read_fields(dict.fromkeys(table, inner[1]), table, where, key)
+        table = read_table(data, source, key)
+        return cast(dict[str, Any], base or {}) | read_fields(dict.fromkeys(table, inner[1]), table, source, key)
     if origin in (tuple, Sequence):
-        if not isinstance(written, list | tuple):
-            raise UserError(f"{_place(where, key)} is {written!r}; give a list")
-        values = cast(Sequence[Any], written)
-        return tuple(read_value(inner[0], value, where, f"{key}[{number}]") for number, value in enumerate(values))
+        if not isinstance(data, list | tuple):
+            raise UserError(f"{_place(source, key)} is {data!r}; give a list")
+        values = cast(Sequence[Any], data)
+        return tuple(read_value(inner[0], value, source, f"{key}[{number}]") for number, value in enumerate(values))
     plain: FieldType | None = hint if isinstance(hint, FieldType) else PLAIN.get(hint)
     kind: FieldType | None = inner[1] if origin is Annotated else choice(hint) if origin is Literal else plain
     if kind is None:
-        return written
-    value = value_from_file(kind, written)
-    if wanted := kind.wanted(value):
-        raise UserError(f"{_place(where, key)} is {written!r}; give {wanted}")
+        return data
+    value = value_from_file(kind, data)
+    if expected := kind.check(value):
+        raise UserError(f"{_place(source, key)} is {data!r}; give {expected}")
     return value
 
 
-def _place(where: str, key: str) -> str:
-    return ": ".join(filter(None, (where, key)))
+def _place(source: str, key: str) -> str:
+    return ": ".join(filter(None, (source, key)))
 
 
 def _is_record(hint: Any) -> bool:
@@ -194,13 +196,13 @@ def _is_table(hint: Any) -> bool:
     return _is_record(hint) or get_origin(hint) is Mapping
 
 
-def field_helps(described: type) -> dict[str, str]:
+def field_helps(kind: type) -> dict[str, str]:
     """Return the docstrings of the fields of a dataclass."""
-    module = ast.parse(inspect.getsource(sys.modules[described.__module__]))  # getsource(class) is slow
-    tree = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == described.__name__)
+    module = ast.parse(inspect.getsource(sys.modules[kind.__module__]))  # getsource(class) is slow
+    tree = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     helps: dict[str, str] = {}
-    for above, below in pairwise(tree.body):
-        match above, below:
+    for statement, next_statement in pairwise(tree.body):
+        match statement, next_statement:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 helps[name] = " ".join(text.split())
             case _:
@@ -208,18 +210,18 @@ def field_helps(described: type) -> dict[str, str]:
     return helps
 
 
-def check_field(name: str, value: Any, written: FieldType, default: Any) -> None:
+def check_field(name: str, value: Any, field_type: FieldType, default: Any) -> None:
     """Refuse a value that its field does not accept.
 
     Raises:
         UserError: with what to give instead.
     """
     unset = value is None and default is None
-    if not unset and (wanted := written.wanted(value)):
-        raise UserError(f"{name} is {as_text(value)}; give {wanted}")
+    if not unset and (expected := field_type.check(value)):
+        raise UserError(f"{name} is {as_text(value)}; give {expected}")
 
 
-def check_fields(checked: object) -> None:
+def check_fields(instance: object) -> None:
     """Refuse an object with a field that does not accept its value.
 
     A list becomes a tuple, as in `read_settings`.
@@ -227,13 +229,13 @@ def check_fields(checked: object) -> None:
     Raises:
         UserError: with what to give instead.
     """
-    kind = type(checked)
-    for name, written in field_types(kind).items():
-        value = getattr(checked, name)
+    kind = type(instance)
+    for name, field_type in field_types(kind).items():
+        value = getattr(instance, name)
         if isinstance(value, list):  # as in a file
             value = tuple(cast(list[Any], value))
-            object.__setattr__(checked, name, value)
-        check_field(name, value, written, getattr(kind, name, None))
+            object.__setattr__(instance, name, value)
+        check_field(name, value, field_type, getattr(kind, name, None))
 
 
 def plain(value: Any) -> Any:
@@ -245,7 +247,7 @@ def plain(value: Any) -> Any:
     if kind in PLAIN or (kind is tuple and not value):  # quickly, since the planner makes many plans
         return value
     if kind in (list, tuple, range):
-        numbers = [plain(each) for each in value]
+        numbers = [plain(number) for number in value]
         return tuple(numbers) if kind is tuple else numbers
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
@@ -253,13 +255,13 @@ def plain(value: Any) -> Any:
     return operator.index(value) if counts else value
 
 
-def value_from_file(written: FieldType, value: Any) -> Any:
+def value_from_file(field_type: FieldType, value: Any) -> Any:
     """Convert the value of a field in a file, without checking that the field accepts it."""
-    if written.of_file is not None:
-        return written.of_file(value)
+    if field_type.of_file is not None:
+        return field_type.of_file(value)
     if isinstance(value, list):
         return tuple(cast(list[Any], value))
-    return written.of_words(value) if written.words is str and isinstance(value, str) else value
+    return field_type.of_words(value) if field_type.words is str and isinstance(value, str) else value
 
 
 def as_text(value: Any) -> str:
@@ -288,24 +290,24 @@ def _numbers(value: Any) -> bool:
 
 
 def _texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(each, str) for each in cast(tuple[Any, ...], value))
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in cast(tuple[Any, ...], value))
 
 
-def integer(wanted: str, least: float) -> FieldType:
-    """Return the type of a whole number of `least` or more."""
+def integer(expected: str, minimum: float) -> FieldType:
+    """Return the type of a whole number of `minimum` or more."""
     return FieldType(
         int,
         "N",
-        lambda value: "a whole number" if type(value) is not int else "" if value >= least else wanted,
+        lambda value: "a whole number" if type(value) is not int else "" if value >= minimum else expected,
     )
 
 
-def number(wanted: str, fits: Callable[[float], bool]) -> FieldType:
+def number(expected: str, fits: Callable[[float], bool]) -> FieldType:
     """Return the type of a number that `fits` accepts."""
-    return FieldType(float, "FLOAT", lambda value: "" if _is_number(value) and fits(value) else wanted)
+    return FieldType(float, "FLOAT", lambda value: "" if _is_number(value) and fits(value) else expected)
 
 
-def number_or_none(wanted: str, fits: Callable[[float], bool], metavar: str) -> FieldType:
+def number_or_none(expected: str, fits: Callable[[float], bool], metavar: str) -> FieldType:
     """Return the type of a number that `fits` accepts, or of the word `none` for None."""
 
     def of_words(words: str) -> float | str | None:
@@ -317,7 +319,7 @@ def number_or_none(wanted: str, fits: Callable[[float], bool], metavar: str) -> 
     return FieldType(
         str,
         f"{metavar}|none",
-        lambda value: "" if value is None or (_is_number(value) and fits(value)) else wanted,
+        lambda value: "" if value is None or (_is_number(value) and fits(value)) else expected,
         of_words,
     )
 
@@ -326,19 +328,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def pair(wanted: str, fits: Callable[[float], bool]) -> FieldType:
+def pair(expected: str, fits: Callable[[float], bool]) -> FieldType:
     """Return the type of two numbers that `fits` accepts."""
 
     def check(value: Any) -> str:
         numbers = cast(tuple[Any, ...], value) if isinstance(value, tuple) else ()
-        return "" if len(numbers) == 2 and all(_is_number(each) and fits(each) for each in numbers) else wanted
+        return "" if len(numbers) == 2 and all(_is_number(number) and fits(number) for number in numbers) else expected
 
     return FieldType(tuple[float, float], "FLOAT FLOAT", check)
 
 
-def text(metavar: str, wanted: str) -> FieldType:
+def text(metavar: str, expected: str) -> FieldType:
     """Return the type of a text that is not empty."""
-    return FieldType(str, metavar, lambda value: "" if isinstance(value, str) and value else wanted)
+    return FieldType(str, metavar, lambda value: "" if isinstance(value, str) and value else expected)
 
 
 INTEGER = integer("a whole number", -math.inf)
@@ -380,8 +382,8 @@ def _seconds(words: str) -> float | str:
     try:
         return float(words)
     except ValueError:
-        found = parse_seconds(words)
-        return words if found is None else found
+        seconds = parse_seconds(words)
+        return words if seconds is None else seconds
 
 
 DURATION = FieldType(
@@ -402,7 +404,7 @@ def split_interval(value: int | str | None) -> tuple[int | None, float | None]:
 
 
 def _is_interval(value: Any) -> bool:
-    return bool(parse_seconds(value)) if isinstance(value, str) else not COUNT.wanted(value)
+    return bool(parse_seconds(value)) if isinstance(value, str) else not COUNT.check(value)
 
 
 INTERVAL = FieldType(
@@ -415,28 +417,28 @@ INTERVAL = FieldType(
 
 def name_or(*objects: type) -> FieldType:
     """Return the type of a field that takes a name or, in Python, an object of one of the types `objects`."""
-    wanted = " or a ".join(("a word in quotes", *(kind.__name__ for kind in objects)))
-    return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else wanted)
+    expected = " or a ".join(("a word in quotes", *(kind.__name__ for kind in objects)))
+    return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else expected)
 
 
-def axes(*known: str) -> FieldType:
+def axes(*names: str) -> FieldType:
     """Return the type of a list of axes of the mesh, in any order."""
 
-    def wanted(value: Any) -> str:
+    def check(value: Any) -> str:
         if not isinstance(value, tuple):
             return "a list of axes, such as ['dp_shard']"
-        given = cast(tuple[Any, ...], value)
-        fits = set(given) <= set(known) and len(set(given)) == len(given)
-        return "" if fits else f"some of {', '.join(known)}, each once"
+        axis_names = cast(tuple[Any, ...], value)
+        fits = set(axis_names) <= set(names) and len(set(axis_names)) == len(axis_names)
+        return "" if fits else f"some of {', '.join(names)}, each once"
 
-    return FieldType(tuple[str, ...], "AXIS ...", wanted)
+    return FieldType(tuple[str, ...], "AXIS ...", check)
 
 
 def choice(literal: Any) -> FieldType:
     """Return the type of a field that takes one of the words of a `Literal`."""
     words = get_args(literal)
-    wanted = f"one of {', '.join(words)}"
-    return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else wanted)
+    expected = f"one of {', '.join(words)}"
+    return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else expected)
 
 
 def choice_or_ints(
@@ -456,21 +458,21 @@ def choice_or_ints(
         about_others: description of those words for messages.
     """
     words, forms = get_args(literal), [f"{word}-N" for word in counted]
-    wanted = f"one of {', '.join((*words, *forms, about_others))}, or the numbers of {noun}s, such as 0 1"
+    expected = f"one of {', '.join((*words, *forms, about_others))}, or the numbers of {noun}s, such as 0 1"
     pattern = re.compile(rf"({'|'.join(counted)})-[1-9][0-9]*")
 
     def accepts(value: Any) -> bool:
-        named = isinstance(value, str) and (pattern.fullmatch(value) is not None or others(value))
-        return value in words or _numbers(value) or named
+        is_word = isinstance(value, str) and (pattern.fullmatch(value) is not None or others(value))
+        return value in words or _numbers(value) or is_word
 
-    def of_words(given: tuple[str, ...]) -> str | tuple[int, ...]:
-        if given and all(word.isdecimal() for word in given):
-            return tuple(map(int, given))
-        return " ".join(given)
+    def of_words(arguments: tuple[str, ...]) -> str | tuple[int, ...]:
+        if arguments and all(word.isdecimal() for word in arguments):
+            return tuple(map(int, arguments))
+        return " ".join(arguments)
 
     return FieldType(
         tuple[str, ...],
         f"{{{','.join((*words, *forms))},{noun.upper()} ...}}",
-        lambda value: "" if accepts(value) else wanted,
+        lambda value: "" if accepts(value) else expected,
         of_words,
     )

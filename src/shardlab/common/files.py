@@ -51,15 +51,15 @@ def missing_path(path: Path, advice: str) -> UserError:
 
 def nearest_path(path: Path) -> Path | None:
     """Return the existing path that is most similar to `path`, part by part (None: a part has no similar name)."""
-    found = Path(path.anchor)
+    nearest = Path(path.anchor)
     for part in path.relative_to(path.anchor).parts:
-        if not os.path.exists(found / part):
-            names = os.listdir(found) if os.access(found, os.R_OK) and found.is_dir() else []
+        if not os.path.exists(nearest / part):
+            names = os.listdir(nearest) if os.access(nearest, os.R_OK) and nearest.is_dir() else []
             part = closest_name(part, names, cutoff=0.75)
             if part is None:
                 return None
-        found /= part
-    return found
+        nearest /= part
+    return nearest
 
 
 def path_from_here(name: str, folder: str | None) -> str:
@@ -123,10 +123,10 @@ def atomic_folder(path: Path) -> Generator[Path, None, None]:
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists; name a new folder, so that nothing is overwritten")
-    for left in path.parent.glob(f"{glob.escape(path.name)}.part-*"):
-        with _try_lock(left) as mine:
+    for old_part in path.parent.glob(f"{glob.escape(path.name)}.part-*"):
+        with _try_lock(old_part) as mine:
             if mine:
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(old_part, ignore_errors=True)
     part = path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
     try:
         with _locked_new_folder(part):
@@ -210,7 +210,7 @@ def toml_value(value: Any) -> str:
     '["a\\\\"b", 0.002, true, inf]'
     """
     if isinstance(value, Mapping):
-        inner = [f"{_key(name)} = {toml_value(each)}" for name, each in cast(Mapping[str, Any], value).items()]
+        inner = [f"{_key(name)} = {toml_value(item)}" for name, item in cast(Mapping[str, Any], value).items()]
         return f"{{ {', '.join(inner)} }}" if inner else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, cast(list[Any], value)))}]"
@@ -275,7 +275,7 @@ def _children(value: Any) -> list[Any]:
         inner = list(cast(dict[str, Any], value).values())
     elif isinstance(value, list):
         inner = cast(list[Any], value)
-    return [each for each in inner if isinstance(each, dict | list)]
+    return [child for child in inner if isinstance(child, dict | list)]
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:

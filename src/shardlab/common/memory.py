@@ -15,7 +15,7 @@ except ImportError:  # on Windows
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with the memory limit of a container, in the two versions of Linux's control groups."""
 
-LEAST = 2**30
+MINIMUM_BYTES = 2**30
 """Bytes that `memory_limit` always leaves: libraries reserve more than they use (torch: 0.2 GiB)."""
 
 
@@ -51,12 +51,14 @@ def memory_limit() -> Generator[None]:
     The limit is for the whole process, so this is for commands, and not for a notebook. Processes that the block starts
     inherit it.
     """
-    if resource is None or (left := available_memory()) is None:
+    if resource is None or (available := available_memory()) is None:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = min(limit for limit in (_statm(5) + max(left, LEAST), soft, hard) if limit != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    new_limit = min(
+        limit for limit in (_statm(5) + max(available, MINIMUM_BYTES), soft, hard) if limit != resource.RLIM_INFINITY
+    )
+    resource.setrlimit(resource.RLIMIT_DATA, (new_limit, hard))
     try:
         yield
     finally:

@@ -86,7 +86,7 @@ def printable(text: str) -> str:
     >>> printable("a" + chr(27) + "[2J" + chr(9) + "b")
     'a\ufffd[2J\\tb'
     """
-    return "".join(each if each.isprintable() or each in "\n\t" else REPLACEMENT for each in text)
+    return "".join(character if character.isprintable() or character in "\n\t" else REPLACEMENT for character in text)
 
 
 POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -104,10 +104,10 @@ def parse_size(text: str) -> int:
     Raises:
         UserError: if the text is not a size.
     """
-    found = _SIZE.fullmatch(text)
-    if found is None:
+    match = _SIZE.fullmatch(text)
+    if match is None:
         raise UserError(f"{text!r} is not a size; write a number and a unit, such as 1KB, 512 or 64MB")
-    size = float(found[1]) * 1024 ** POWERS[found[2].upper()]
+    size = float(match[1]) * 1024 ** POWERS[match[2].upper()]
     if size != int(size):
         raise UserError(f"{text!r} is {size} bytes; give a whole number of bytes")
     return int(size)
@@ -244,7 +244,7 @@ def wrap_words(text: str, width: int) -> str:
 
 
 def _amount(text: str, units: dict[str, int], wrong: str) -> float:
-    found = re.fullmatch(rf"({NUMBER})\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in units or not float(found[1]):
+    match = re.fullmatch(rf"({NUMBER})\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in units or not float(match[1]):
         raise UserError(wrong)
-    return float(found[1]) * units[found[2]]
+    return float(match[1]) * units[match[2]]

@@ -53,31 +53,31 @@ def file_from_here(name: str, folder: str | None) -> str:
 
 
 def find_member(
-    module: ModuleType, path: Path, name: str, what: tuple[str, str], is_one: Callable[[Any], bool]
+    module: ModuleType, path: Path, name: str, nouns: tuple[str, str], is_one: Callable[[Any], bool]
 ) -> tuple[str, Any]:
     """Return the name of an object in a user's file, and the object.
 
     Args:
         name: name of the object. If it is empty, the object that has the file's name is returned, or else the only one;
             objects that the file imports do not count.
-        what: noun for such objects, in the singular and in the plural.
+        nouns: noun for such objects, in the singular and in the plural.
         is_one: function that tells whether an object is one of them.
 
     Raises:
         UserError: if there is no such name. The message suggests the nearest one.
     """
-    have = [key for key, value in vars(module).items() if is_one(value)]
+    names = [key for key, value in vars(module).items() if is_one(value)]
     if not name:
-        own = [key for key in have if getattr(vars(module)[key], "__module__", None) == module.__name__]
-        name = path.stem if path.stem in own else own[0] if len(own) == 1 else ""
-    found = getattr(module, name, None) if name else None
-    if found is None:
-        one, several = what
-        missing = f"{path} has no {one} {name!r}" if name else f"say which {one} of {path}: {path}:NAME"
-        near = closest_name(name, have)
-        hint = f"did you mean {near}?" if near else f"its {several} are: {', '.join(have) or 'none'}"
+        own_names = [key for key in names if getattr(vars(module)[key], "__module__", None) == module.__name__]
+        name = path.stem if path.stem in own_names else own_names[0] if len(own_names) == 1 else ""
+    member = getattr(module, name, None) if name else None
+    if member is None:
+        singular, plural = nouns
+        missing = f"{path} has no {singular} {name!r}" if name else f"say which {singular} of {path}: {path}:NAME"
+        near = closest_name(name, names)
+        hint = f"did you mean {near}?" if near else f"its {plural} are: {', '.join(names) or 'none'}"
         raise UserError(f"{missing}; {hint}")
-    return name, found
+    return name, member
 
 
 def load_module(path: Path) -> ModuleType:
@@ -117,9 +117,9 @@ def reporting_errors_of(path: Path) -> Generator[None]:
         place = f"{path}:{line}" if line else str(path)
         if isinstance(error, UserError):
             raise UserError(f"{place}: {error}") from error
-        what = error.msg if isinstance(error, SyntaxError) else ""  # without the line, which is in `place`
-        remedy = "; write `async def`" if "outside async function" in what else ""
-        raise UserError(f"{place} cannot be run: {error_text(error, what)}{remedy}") from error
+        message = error.msg if isinstance(error, SyntaxError) else ""  # without the line, which is in `place`
+        remedy = "; write `async def`" if "outside async function" in message else ""
+        raise UserError(f"{place} cannot be run: {error_text(error, message)}{remedy}") from error
 
 
 _PATHS = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -217,8 +217,8 @@ def never_awaited() -> Generator[list[DroppedCoroutine]]:
 
         def collect(message: Warning | str, category: type[Warning], file: str, number: int, *rest: Any) -> None:
             warn = partial(show, message, category, file, number, *rest)
-            if found := _NEVER_AWAITED.match(str(message)):
-                dropped.append(DroppedCoroutine(found[1].rpartition(".")[2], SourceLine(file, number), warn))
+            if match := _NEVER_AWAITED.match(str(message)):
+                dropped.append(DroppedCoroutine(match[1].rpartition(".")[2], SourceLine(file, number), warn))
             else:
                 warn()
 
@@ -253,8 +253,8 @@ def display_path(file: str) -> str:
     cell = shell.compile.format_code_name(file) if shell else None
     if cell:
         return str(cell[1])
-    inside = file.startswith(os.getcwd() + os.sep)
-    return os.path.relpath(file) if inside else file
+    is_inside = file.startswith(os.getcwd() + os.sep)
+    return os.path.relpath(file) if is_inside else file
 
 
 T = TypeVar("T")
@@ -334,7 +334,7 @@ class Stoppable(Thread):
             return
         deadline = time.monotonic() + STOPPING_SECONDS
         show = sys.unraisablehook
-        sys.unraisablehook = lambda lost: None if lost.exc_type is Stopped else show(lost)  # in a collector's callback
+        sys.unraisablehook = lambda args: None if args.exc_type is Stopped else show(args)  # in a collector's callback
         try:
             while self.is_alive() and time.monotonic() < deadline:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(Stopped))
@@ -345,7 +345,7 @@ class Stoppable(Thread):
             sys.unraisablehook = show
 
 
-def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppable], Exception | None]) -> T:
+def run_stoppable(work: Callable[[], T], interval: float, refusal: Callable[[Stoppable], Exception | None]) -> T:
     """Run `work` in a thread that can be stopped, and return its result or raise its error.
 
     The traceback of an error has only frames of the user's program.
@@ -353,7 +353,7 @@ def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppa
     Args:
         work: function that calls the program. Inside another stoppable program it is called directly, under the limits
             of that program.
-        every: seconds between two calls of `refusal`. An exception that it returns stops the program and is raised.
+        interval: seconds between two calls of `refusal`. An exception that it returns stops the program and is raised.
 
     Raises:
         KeyboardInterrupt: immediately after Ctrl-C, whatever the program does.
@@ -364,7 +364,7 @@ def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppa
     program.start()
     try:
         while True:
-            program.join(min(every, TIMEOUT_MAX))
+            program.join(min(interval, TIMEOUT_MAX))
             if not program.is_alive():
                 break
             if (refused := refusal(program)) is not None:
@@ -391,32 +391,34 @@ def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Cal
             in which the program only waited; or if the program has taken `MOST_GROWTH` of the available memory. The
             message names the current line.
     """
-    most, seen, since, start = max_seconds(), -1, 0.0, 0.0
-    left, held = available_memory(), resident_memory()
-    most_memory = max(peak_memory(), held + MOST_GROWTH * (left or 0))
+    limit, step_count, cpu_start, wall_start = max_seconds(), -1, 0.0, 0.0
+    available, start_bytes = available_memory(), resident_memory()
+    max_bytes = max(peak_memory(), start_bytes + MOST_GROWTH * (available or 0))
 
     def refusal(program: Stoppable) -> Stalled | None:
-        nonlocal seen, since, start
-        frame, computed, now, before = program.frame(), program.cpu_seconds(), time.monotonic(), seen
-        seen, line = steps(), user_line_of(frame)
-        if line is not None and left is not None and (peak := peak_memory()) > most_memory:
-            given = f"the program has taken {bytes_text(peak - held)} of the {bytes_text(left)} of memory left"
-            return _stalled(line, given, "let its loops end, or keep less")
-        if seen != before or line is None or is_importing(frame) or _is_debugging(frame):
-            since, start = computed, now
-        elif computed - since > most:
-            given = f"{next_step()} has not come within {most:g} s of CPU time"
-            return _stalled(line, given, "let the loop end, or raise --max-seconds-per-op if the program is only slow")
-        elif now - start > WAIT_FACTOR * most and computed - since < IDLE_SHARE * (now - start):
-            given = f"{next_step()} has not come, since the program has waited for {WAIT_FACTOR * most:g} s"
-            return _stalled(line, given, "leave out what waits (time.sleep, input), or raise --max-seconds-per-op")
+        nonlocal step_count, cpu_start, wall_start
+        frame, cpu_time, now, previous_count = program.frame(), program.cpu_seconds(), time.monotonic(), step_count
+        step_count, line = steps(), user_line_of(frame)
+        if line is not None and available is not None and (peak := peak_memory()) > max_bytes:
+            reason = (
+                f"the program has taken {bytes_text(peak - start_bytes)} of the {bytes_text(available)} of memory left"
+            )
+            return _stalled(line, reason, "let its loops end, or keep less")
+        if step_count != previous_count or line is None or is_importing(frame) or _is_debugging(frame):
+            cpu_start, wall_start = cpu_time, now
+        elif cpu_time - cpu_start > limit:
+            reason = f"{next_step()} has not come within {limit:g} s of CPU time"
+            return _stalled(line, reason, "let the loop end, or raise --max-seconds-per-op if the program is only slow")
+        elif now - wall_start > WAIT_FACTOR * limit and cpu_time - cpu_start < IDLE_SHARE * (now - wall_start):
+            reason = f"{next_step()} has not come, since the program has waited for {WAIT_FACTOR * limit:g} s"
+            return _stalled(line, reason, "leave out what waits (time.sleep, input), or raise --max-seconds-per-op")
         return None
 
     return run_stoppable(work, LOOK_SECONDS, refusal)
 
 
-def _stalled(line: SourceLine, given: str, remedy: str) -> Stalled:
-    stalled = Stalled("stalled", "", given, remedy)
+def _stalled(line: SourceLine, reason: str, remedy: str) -> Stalled:
+    stalled = Stalled("stalled", "", reason, remedy)
     stalled.line = str(line)
     return stalled
 
@@ -486,21 +488,21 @@ def max_seconds() -> float:
     return _limits.get()[1] or MAX_SECONDS
 
 
-def require_ops(least: int, what: str, default: int = MAX_OPS) -> None:
+def require_ops(lower_bound: int, subject: str, default: int = MAX_OPS) -> None:
     """Refuse a program before tracing if it is certain to have too many ops.
 
     Args:
-        least: lower bound of the number of ops.
-        what: noun for the message, in the plural.
+        lower_bound: lower bound of the number of ops.
+        subject: noun for the message, in the plural.
         default: the limit, if the user has set none.
 
     Raises:
         UserError: with both numbers.
     """
-    if least > (most := max_ops(default)):
+    if lower_bound > (limit := max_ops(default)):
         raise UserError(
-            f"{what} come to {least:,} ops or more, and at most {most:,} are traced; take fewer, or raise --max-ops if "
-            "there is the time and the memory"
+            f"{subject} come to {lower_bound:,} ops or more, and at most {limit:,} are traced; take fewer, or raise "
+            "--max-ops if there is the time and the memory"
         )
 
 
@@ -508,11 +510,11 @@ class OpCount:
     """Count of the ops that all ranks of a world have written.
 
     Args:
-        most: the limit.
+        limit: largest number of ops.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._ops = 0
 
     def add(self, ops: int) -> None:
@@ -522,10 +524,10 @@ class OpCount:
             Endless: if the count is above the limit.
         """
         self._ops += ops
-        if self._ops > self.most:
-            given = f"the step has more than {self.most:,} ops here, and no more are traced"
+        if self._ops > self.limit:
+            reason = f"the step has more than {self.limit:,} ops here, and no more are traced"
             remedy = (
                 "if this goes on for ever, let the loops end whatever the numbers are; otherwise raise --max-ops, or "
                 "take fewer microbatches"
             )
-            raise Endless("endless", "", given, remedy)
+            raise Endless("endless", "", reason, remedy)

@@ -125,7 +125,7 @@ def _passes_wanted(value: object) -> str:
     return "" if isinstance(value, str) else 'names in quotes, such as "prefetch,bucket=4"'
 
 
-PASSES_FIELD = replace(name_or(), metavar="all|none|NAME,...", wanted=_passes_wanted)
+PASSES_FIELD = replace(name_or(), metavar="all|none|NAME,...", check=_passes_wanted)
 """The field of a plan that names passes."""
 
 

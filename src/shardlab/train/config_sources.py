@@ -151,7 +151,7 @@ def _fields(source: ConfigSource, section: str) -> Mapping[str, Any]:
     A batch ramp also sets the microbatches, and a number of microbatches removes the ramp of earlier sources.
     """
     section_fields = source.sections.get(section, {})
-    if (ramp := section_fields.get("batch_ramp")) and not RAMP.wanted(ramp):
+    if (ramp := section_fields.get("batch_ramp")) and not RAMP.check(ramp):
         return {"microbatches": BatchRamp.parse(ramp).stages[-1][1], **section_fields}
     return {"batch_ramp": None, **section_fields} if "microbatches" in section_fields else section_fields
 
