@@ -25,7 +25,7 @@ CODE_LINES = {
     "language": 4690,
     "learn": 5780,
     "measure": 2150,
-    "models": 4540,
+    "models": 4625,
     "planner": 4100,
     "simulate": 7565,
     "strategies": 2760,

@@ -147,11 +147,11 @@ class GPT(Blocks):
         if not 0 < self.rope_theta < math.inf:
             raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
         if self.head_size % 2 and self.kv_rank is None:
-            where = f" (hidden_size {self.hidden_size} / {self.heads} heads)" if self.head_dim is None else ""
+            sizes_text = f" (hidden_size {self.hidden_size} / {self.heads} heads)" if self.head_dim is None else ""
             multiple = f"a hidden_size that is a multiple of {2 * self.heads}"
             remedy = multiple if self.head_dim is None else "an even head_dim"
             raise UserError(
-                f"rotary positions turn pairs of features, but a head has {self.head_size}{where}; choose {remedy}"
+                f"rotary positions turn pairs of features, but a head has {self.head_size}{sizes_text}; choose {remedy}"
             )
 
     def _check_latents(self) -> None:
@@ -163,15 +163,15 @@ class GPT(Blocks):
             "qkv_bias is true": self.qkv_bias,
             f"rope_dim is {self.rope_dim}, an odd number": self.rope_dim % 2 == 1,
         }
-        if found := [text for text, is_wrong in wrong.items() if is_wrong]:
+        if conflicts := [text for text, is_wrong in wrong.items() if is_wrong]:
             raise UserError(
-                f"{', '.join(found)}, but latent attention (kv_rank {self.kv_rank}) rotates an even number of "
+                f"{', '.join(conflicts)}, but latent attention (kv_rank {self.kv_rank}) rotates an even number of "
                 "features, has no biases and no other norms, and as many keys as queries; change these fields"
             )
 
     def _check_scaling(self) -> None:
         scaling = tuple[object, ...](self.rope_scaling or ())
-        numbers = [each for each in scaling if isinstance(each, int | float) and 0 < each < math.inf]
+        numbers = [number for number in scaling if isinstance(number, int | float) and 0 < number < math.inf]
         if self.rope_theta is None:
             raise UserError("rope_scaling stretches rotary positions, but these are learned; give rope_theta as well")
         if len(numbers) != 4 or len(scaling) != 4 or numbers[1] >= numbers[2]:

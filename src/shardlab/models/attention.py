@@ -96,11 +96,11 @@ class Projection(GroupedHeads):
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """Return the kernels of one product, then of the rotation of queries and keys."""
         rows = sequences * tokens
-        made = Matmul(rows, piece(self.outputs, pieces, "head"), self.hidden_size, bias=self.bias)
+        product = Matmul(rows, piece(self.outputs, pieces, "head"), self.hidden_size, bias=self.bias)
         if self.rope_theta is None:
-            return (made,)
-        turned = piece(2 * rows * (self.width + self.kv_width), pieces, "head")
-        return made, Pointwise("rotary", turned, turned)
+            return (product,)
+        rotated_elements = piece(2 * rows * (self.width + self.kv_width), pieces, "head")
+        return product, Pointwise("rotary", rotated_elements, rotated_elements)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +197,11 @@ class Attend(GroupedHeads):
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """Return the kernels for all tokens' queries, keys and values."""
-        seen = (tokens + 1) / (2 * tokens)  # the causal triangle, with its diagonal
-        return self.kernels_between(sequences, tokens, tokens, seen, pieces)
+        visible_share = (tokens + 1) / (2 * tokens)  # the causal triangle, with its diagonal
+        return self.kernels_between(sequences, tokens, tokens, visible_share, pieces)
 
     def kernels_between(
-        self, sequences: int, queries: int, keys: int, seen: float, pieces: Pieces
+        self, sequences: int, queries: int, keys: int, visible_share: float, pieces: Pieces
     ) -> tuple[Kernel, ...]:
         """Return the kernels for some tokens' queries and some tokens' keys and values.
 
@@ -211,14 +211,14 @@ class Attend(GroupedHeads):
         Args:
             sequences: sequences of the microbatches that are computed together.
             queries, keys: numbers of queries and of keys of each sequence.
-            seen: fraction of the (query, key) pairs whose query is not before the key.
+            visible_share: fraction of the (query, key) pairs whose query is not before the key.
             pieces: number of pieces of the heads.
         """
         size, heads = self.head_dim, piece(self.heads, pieces, "head")
         if not self.drops:
             kv_heads = piece(self.kv_heads, pieces, "head")
             mean = (size + self.value_size) // 2  # of the two products, one has as many features as a value
-            return (FusedAttention(sequences, heads, kv_heads, queries, keys, mean, seen),)
+            return (FusedAttention(sequences, heads, kv_heads, queries, keys, mean, visible_share),)
         squares = sequences * heads
         scores = squares * queries * keys
         return (
@@ -272,7 +272,7 @@ class LatentSizes:
         return self.hidden_size if self.q_rank is None else self.q_rank
 
     @property
-    def made(self) -> int:
+    def outputs(self) -> int:
         """Features of a token after the projection: the latents, and the shared key before its rotation."""
         return sum(self.normed) + self.rope_dim
 
@@ -296,7 +296,7 @@ class Latents(Primitive):
 
     def parameters(self) -> tuple[Parameter, ...]:
         sizes = self.sizes
-        weight = (sizes.made, sizes.hidden_size)
+        weight = (sizes.outputs, sizes.hidden_size)
         sections = (*sizes.normed[:-1], sizes.kv_rank + sizes.rope_dim)
         return (
             Parameter("attn.latents.weight", weight, True, ("latent", "width"), sections if len(sections) > 1 else ()),
@@ -311,21 +311,21 @@ class Latents(Primitive):
 
     def keeps_beside(self, rows: int) -> int:
         """Return the number of saved elements: the features before their norms, and 1/deviation of each latent."""
-        return rows * self.tokens * (self.sizes.made + len(self.sizes.normed))
+        return rows * self.tokens * (self.sizes.outputs + len(self.sizes.normed))
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
         """Return the number of elements in the gradient of the projected features."""
-        return rows * self.tokens * self.sizes.made
+        return rows * self.tokens * self.sizes.outputs
 
     def flops(self) -> int:
-        return 2 * self.tokens * self.sizes.hidden_size * self.sizes.made
+        return 2 * self.tokens * self.sizes.hidden_size * self.sizes.outputs
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         rows, elements = sequences * tokens, sequences * tokens * sum(self.sizes.normed)
-        product = Matmul(rows, self.sizes.made, self.sizes.hidden_size)
+        product = Matmul(rows, self.sizes.outputs, self.sizes.hidden_size)
         return product, Pointwise("rms_norm", 2 * elements, 3 * elements)
 
 
@@ -380,9 +380,12 @@ class LatentProjection(Primitive):
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """Return the kernels of both products, then of the rotation, which writes whole keys."""
         rows, sizes = sequences * tokens, self.sizes
-        products = [Matmul(rows, piece(each.shape[0], pieces, "head"), each.shape[1]) for each in self.parameters()]
-        turned = piece(2 * rows * sizes.heads * (sizes.rope_dim + sizes.head_dim), pieces, "head")
-        return *products, Pointwise("rotary", turned, turned)
+        products = [
+            Matmul(rows, piece(parameter.shape[0], pieces, "head"), parameter.shape[1])
+            for parameter in self.parameters()
+        ]
+        rotated_elements = piece(2 * rows * sizes.heads * (sizes.rope_dim + sizes.head_dim), pieces, "head")
+        return *products, Pointwise("rotary", rotated_elements, rotated_elements)
 
 
 def latent_attention(

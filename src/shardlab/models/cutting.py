@@ -163,7 +163,9 @@ def cut(
                 "MLPs; train an MLP (--model mlp), or cut this model by tensor-parallel"
             )
         ends = [step.primitive for step in model.steps]
-        breaks = sorted({*_bodies(model.steps), *(n for n, each in enumerate(ends) if isinstance(each, Linear))})
+        breaks = sorted(
+            {*_bodies(model.steps), *(n for n, primitive in enumerate(ends) if isinstance(primitive, Linear))}
+        )
         return _sliced(model, runs(model.steps, breaks), dict.fromkeys(("ffn", "width", "vocab"), tp), columns=True)
     steps, pieces = model.steps, {"vocab": tp * tiles, "head": tp * tiles, "ffn": tp * tiles}
     if isinstance(model, MoE):
@@ -193,8 +195,8 @@ def cut_at_tie(model: Blocks) -> CutModel:
     5
     """
     blocks = [step.block for step in model.steps]
-    between = [blocks.index(block) for block in range(1, model.layers)]
-    return CutModel(model, runs(model.steps, [1, *between, len(blocks) - 1]), has_blocks=True)
+    block_starts = [blocks.index(block) for block in range(1, model.layers)]
+    return CutModel(model, runs(model.steps, [1, *block_starts, len(blocks) - 1]), has_blocks=True)
 
 
 def cut_for(
@@ -253,8 +255,8 @@ def sampled(model: Blocks) -> Blocks:
     differ, the result is the model with all blocks.
     """
     kind = type(model)
-    alike = kind.steps is Blocks.steps and kind.runs is Blocks.runs
-    return replace(model, layers=min(model.leading_blocks + SAMPLED, model.layers)) if alike else model
+    has_equal_blocks = kind.steps is Blocks.steps and kind.runs is Blocks.runs
+    return replace(model, layers=min(model.leading_blocks + SAMPLED, model.layers)) if has_equal_blocks else model
 
 
 @dataclass(frozen=True)
@@ -263,63 +265,69 @@ class Repeated:
 
     Attributes:
         sample: the leading blocks and three others, cut into layers as the model is, or all blocks of the model.
-        more: number of blocks of the model that the sample leaves out.
+        missing_blocks: number of blocks of the model that the sample leaves out.
     """
 
     sample: Model
-    more: int
+    missing_blocks: int
 
     @cached_property
-    def each(self) -> int:
+    def block_layers(self) -> int:
         """Number of layers of a middle block."""
         return sum(self._in_middle)
 
     @cached_property
     def first(self) -> int:
         """Number of the first layer of the sample's middle block."""
-        return self._in_middle.index(True) if self.each else 0
+        return self._in_middle.index(True) if self.block_layers else 0
 
     @cached_property
     def _in_middle(self) -> list[bool]:
         return [run.steps[-1].block == self.sample.leading_blocks + 1 for run in self.sample.runs]
 
     @cached_property
-    def alike(self) -> tuple[int, ...]:
+    def sample_layers(self) -> tuple[int, ...]:
         """For each layer of the model, the identical layer of the sample; then the index of the sample's loss."""
-        sampled, each, first = self.sample.layers, self.each, self.first
-        again = [first + layer % each for layer in range(self.more * each)]
-        return (*range(first + each), *again, *range(first + each, sampled + 1))
+        sampled, block_layers, first = self.sample.layers, self.block_layers, self.first
+        repeated_layers = [first + layer % block_layers for layer in range(self.missing_blocks * block_layers)]
+        return (*range(first + block_layers), *repeated_layers, *range(first + block_layers, sampled + 1))
 
     def place(self, layer: int) -> str:
         """Return the position of a layer in the model as text, as `Model.place` does."""
-        like = self.alike[layer]
-        if like == layer:
+        sample_layer = self.sample_layers[layer]
+        if sample_layer == layer:
             return self.sample.place(layer)
-        further = (layer - like) // self.each
-        return re.sub(r"\bblock (\d+)", lambda found: f"block {int(found[1]) + further}", self.sample.place(like))
+        blocks_later = (layer - sample_layer) // self.block_layers
+        return re.sub(
+            r"\bblock (\d+)", lambda match: f"block {int(match[1]) + blocks_later}", self.sample.place(sample_layer)
+        )
 
     def sizes(self, sizes: Sizes) -> Sizes:
         """Return the sizes of the model, given those of its sample."""
-        if not self.more:
+        if not self.missing_blocks:
             return sizes
-        layers, leading = self.alike[:-1], self.sample.leading_blocks
-        starts = [start + block * self.each for start in sizes.blocks[leading:][:1] for block in range(self.more)]
-        by_layer: dict[str, Any] = {name: _taken(getattr(sizes, name), layers) for name in BY_LAYER}
+        layers, leading = self.sample_layers[:-1], self.sample.leading_blocks
+        starts = [
+            start + block * self.block_layers
+            for start in sizes.blocks[leading:][:1]
+            for block in range(self.missing_blocks)
+        ]
+        by_layer: dict[str, Any] = {name: _select(getattr(sizes, name), layers) for name in BY_LAYER}
         return replace(
             sizes,
             **by_layer,
-            activations=_taken(sizes.activations, self.alike),
+            activations=_select(sizes.activations, self.sample_layers),
             signatures=_signatures(sizes.signatures, layers),
             weight_blocks=tuple(
                 [
-                    tuple([block + (layer - like) // self.each for block in sizes.weight_blocks[like]])
+                    tuple([block + (layer - like) // self.block_layers for block in sizes.weight_blocks[like]])
                     for layer, like in enumerate(layers)
                 ]
             ),
             blocks=(
                 *sizes.blocks[:leading],
                 *starts,
-                *[start + self.more * self.each for start in sizes.blocks[leading:]],
+                *[start + self.missing_blocks * self.block_layers for start in sizes.blocks[leading:]],
             ),
         )
 
@@ -332,8 +340,8 @@ def _bodies(steps: Sequence[Step]) -> list[int]:
     """
     return [
         number
-        for number, (before, step) in enumerate(pairwise(steps), 1)
-        if closes(before.primitive, SLICED) or opens(step.primitive, SLICED) or _mixes(step) > _mixes(before)
+        for number, (previous, step) in enumerate(pairwise(steps), 1)
+        if closes(previous.primitive, SLICED) or opens(step.primitive, SLICED) or _mixes(step) > _mixes(previous)
     ]
 
 
@@ -344,11 +352,11 @@ def _mixes(step: Step) -> bool:
 
 def _experts(steps: Sequence[Step]) -> list[int]:
     """Return the steps at which experts begin (after the dispatch of tokens) and end."""
-    kinds = [(type(before.primitive), type(step.primitive)) for before, step in pairwise(steps)]
+    kinds = [(type(previous.primitive), type(step.primitive)) for previous, step in pairwise(steps)]
     return [
         number
-        for number, (before, step) in enumerate(kinds, 1)
-        if before is Dispatch or (before, step) == (ExpertLinear, Place)
+        for number, (first, second) in enumerate(kinds, 1)
+        if first is Dispatch or (first, second) == (ExpertLinear, Place)
     ]
 
 
@@ -357,47 +365,53 @@ def _placed_again(steps: Sequence[Step]) -> list[Step]:
 
     Layers then pass on only the experts' numbers, which are exact in the compute dtype.
     """
-    again: list[Step] = []
+    new_steps: list[Step] = []
     for step in steps:
         if isinstance(step.primitive, Combine):
             place = Place(tokens=step.primitive.tokens, router=step.primitive.router)
-            again.append(step._replace(primitive=place))
-        again.append(step)
-    return again
+            new_steps.append(step._replace(primitive=place))
+        new_steps.append(step)
+    return new_steps
 
 
 def _sliced(
     model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, columns: bool = False, tiles: int = 1
 ) -> CutModel:
     """Return these layers, each cut along the indices of its parameters, or along its output features if `columns`."""
-    found: list[Run] = []
+    sliced_runs: list[Run] = []
     want_carried(layers)
     for run in layers:
-        mine = {i for each in run.primitives for indices in each.node.weights.values() for i in indices.split()}
+        run_indices = {
+            i for primitive in run.primitives for indices in primitive.node.weights.values() for i in indices.split()
+        }
         if columns:
-            made = [step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)]
-            mine = set(made[:1])
-            if made:  # each slice outputs some features, and reads their part of a complete gradient
+            matrix_outputs = [step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)]
+            run_indices = set(matrix_outputs[:1])
+            if matrix_outputs:  # each slice outputs some features, and reads their part of a complete gradient
                 own_steps = [step._replace(primitive=replace(step.primitive, takes_own=True)) for step in run.steps]
                 run = replace(run, steps=tuple(own_steps))
-        own = {index: count for index, count in pieces.items() if index in mine}
+        run_pieces = {index: count for index, count in pieces.items() if index in run_indices}
         for step in run.steps:
             for index, name, count in step.primitive.divides():
-                if rest := count % own.get(index, 1):
-                    how = (
+                if rest := count % run_pieces.get(index, 1):
+                    parallelism = (
                         "column-parallel" if columns else "expert-parallel" if index == "expert" else "tensor-parallel"
                     )
-                    slices = f"{own[index]} {how} slices" if tiles == 1 else f"{own[index]} slices, tiles of a rank,"
+                    slices = (
+                        f"{run_pieces[index]} {parallelism} slices"
+                        if tiles == 1
+                        else f"{run_pieces[index]} slices, tiles of a rank,"
+                    )
                     raise UserError(
                         f"{count} {name} do not divide into {slices} (remainder {rest}); choose {name} that are a "
                         "multiple of the slices, or fewer slices"
                     )
-        before = found[-1] if found else None
-        found.append(replace(run, pieces=own, name=_name(run, before, bool(own))))
-    return CutModel(model, found, tiles=tiles)
+        previous = sliced_runs[-1] if sliced_runs else None
+        sliced_runs.append(replace(run, pieces=run_pieces, name=_name(run, previous, bool(run_pieces))))
+    return CutModel(model, sliced_runs, tiles=tiles)
 
 
-def _name(run: Run, before: Run | None, cut: bool) -> str:
+def _name(run: Run, previous: Run | None, cut: bool) -> str:
     """Return the kind of a layer as text, for messages."""
     if not cut:
         first, last = run.steps[0].primitive, run.steps[-1].primitive
@@ -408,7 +422,7 @@ def _name(run: Run, before: Run | None, cut: bool) -> str:
         )
     if run.attend is not None:
         return "projection"
-    return "output" if before is not None and before.attend is not None else run.steps[-1].place.split(", ")[-1]
+    return "output" if previous is not None and previous.attend is not None else run.steps[-1].place.split(", ")[-1]
 
 
 def _want_heads(model: Blocks, tp: int, ulysses: int) -> None:
@@ -423,17 +437,17 @@ def _want_heads(model: Blocks, tp: int, ulysses: int) -> None:
                 )
 
 
-def _taken(values: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:
+def _select(values: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:
     return tuple([values[layer] for layer in layers]) if values else ()
 
 
 @lru_cache(maxsize=64)
-def _signatures(sampled: tuple[Layer, ...], alike: tuple[int, ...]) -> tuple[Layer, ...]:
+def _signatures(sampled: tuple[Layer, ...], sample_layer: tuple[int, ...]) -> tuple[Layer, ...]:
     """Return the signatures of all layers, given the sample's. Models of one shape share the objects."""
-    return tuple([_moved(sampled[like], layer - like) for layer, like in enumerate(alike)])
+    return tuple([_renumber(sampled[number], layer - number) for layer, number in enumerate(sample_layer)])
 
 
-def _moved(layer: Layer, by: int) -> Layer:
+def _renumber(layer: Layer, by: int) -> Layer:
     """Return a layer with its number increased by `by`. A tied layer keeps using the first layer's weight."""
     if not by:
         return layer

@@ -148,22 +148,24 @@ def model_from_config(path: Path) -> GPT:
 
 def config_notes(path: Path) -> list[str]:
     """Return one sentence about the fields that the model simplifies, and one about unknown fields."""
-    found = _reading(path)
+    reading = _reading(path)
     notes: list[str] = []
-    if found.differences:
-        notes.append(f"{path}: simplified, since shardlab's models cannot express: {'; '.join(found.differences)}")
-    if found.unread:
-        notes.append(f"{path}: fields that shardlab does not know, and leaves out: {', '.join(found.unread)}")
+    if reading.differences:
+        notes.append(f"{path}: simplified, since shardlab's models cannot express: {'; '.join(reading.differences)}")
+    if reading.unread:
+        notes.append(f"{path}: fields that shardlab does not know, and leaves out: {', '.join(reading.unread)}")
     return notes
 
 
 def _reading(path: Path) -> ConfigReading:
     file = path / CONFIG if path.is_dir() else path
-    found = read_config(read_table(read_file(file, "JSON"), str(file)), str(file))
-    if not isinstance(found.model, MoE):
-        return found
+    reading = read_config(read_table(read_file(file, "JSON"), str(file)), str(file))
+    if not isinstance(reading.model, MoE):
+        return reading
     spread = "capacity_factor is 1.0, as if tokens were spread evenly over experts"
-    return found._replace(model=replace(found.model, capacity_factor=1.0), differences=(*found.differences, spread))
+    return reading._replace(
+        model=replace(reading.model, capacity_factor=1.0), differences=(*reading.differences, spread)
+    )
 
 
 def read_config(config: Mapping[str, Any], source: str) -> ConfigReading:
@@ -176,26 +178,26 @@ def read_config(config: Mapping[str, Any], source: str) -> ConfigReading:
     kind = config.get("model_type")
     family = CONFIG_FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        known = listed(CONFIG_FAMILIES)
-        raise UserError(f"{source}: model_type is {kind!r}; shardlab has models of {known}")
-    written: dict[str, Any] = {}
+        model_types = listed(CONFIG_FAMILIES)
+        raise UserError(f"{source}: model_type is {kind!r}; shardlab has models of {model_types}")
+    values: dict[str, Any] = {}
     missing: list[str] = []
     differences = list(family.always)
-    for theirs, ours, default, like, words in family.fields:
-        value = config.get(theirs, default)
+    for config_name, field_name, default, like, words in family.fields:
+        value = config.get(config_name, default)
         if value is REQUIRED:
-            missing.append(f"{theirs} is missing")
+            missing.append(f"{config_name} is missing")
             continue
         if words and not (isinstance(value, str) and value in words):
-            differences.append(f"{theirs} is {value!r}, not {listed(words, 'or')}")
+            differences.append(f"{config_name} is {value!r}, not {listed(words, 'or')}")
             continue
         differences += [
-            f"{other} is {config.get(other, default)!r}, not {value!r} like {theirs}"
+            f"{other} is {config.get(other, default)!r}, not {value!r} like {config_name}"
             for other in like
             if config.get(other, default) != value
         ]
         if value is not None:
-            written[ours] = words.get(value, value) if words else value
+            values[field_name] = words.get(value, value) if words else value
     if missing:
         raise UserError(f"{source} is not a whole configuration of {family.model_type}: {'; '.join(missing)}")
     differences += [
@@ -204,32 +206,34 @@ def read_config(config: Mapping[str, Any], source: str) -> ConfigReading:
         if config.get(name, value) != value
     ]
     if family.rope_theta is not None:
-        written |= _rope(config, family, differences)
+        values |= _rope(config, family, differences)
         differences += _window(config)
     if family.adjust is not None:
         with naming(Path(source)):
-            differences += family.adjust(config, written)
-    if written.get("head_dim", 0) * written.get("heads", 0) == written.get("hidden_size"):
-        written.pop("head_dim", None)
+            differences += family.adjust(config, values)
+    if values.get("head_dim", 0) * values.get("heads", 0) == values.get("hidden_size"):
+        values.pop("head_dim", None)
     with naming(Path(source)):
-        fields = read_fields(field_hints(type(family.base)), written, source)
+        fields = read_fields(field_hints(type(family.base)), values, source)
         model = replace(family.base, **fields)
     return ConfigReading(family, model, tuple(differences), _unread(config, family))
 
 
 def listed(names: Any, last: str = "and") -> str:
     """Return names as text: `a, b and c`."""
-    *most, end = names
-    return f"{', '.join(most)} {last} {end}" if most else str(end)
+    *others, end = names
+    return f"{', '.join(others)} {last} {end}" if others else str(end)
 
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_type", "sliding_window")
 
 
 def _unread(config: Mapping[str, Any], family: ConfigFamily) -> tuple[str, ...]:
-    read = {name for each in family.fields for name in (each.theirs, *each.like)}
-    known = {*read, *family.fixed, *family.known, family.rope_names, "use_sliding_window", *_ROPE, *_HARMLESS}
-    return tuple(sorted(name for name, value in config.items() if name not in known and value not in (None, False)))
+    read = {name for field in family.fields for name in (field.theirs, *field.like)}
+    understood = {*read, *family.fixed, *family.known, family.rope_names, "use_sliding_window", *_ROPE, *_HARMLESS}
+    return tuple(
+        sorted(name for name, value in config.items() if name not in understood and value not in (None, False))
+    )
 
 
 def _rope(config: Mapping[str, Any], family: ConfigFamily, differences: list[str]) -> dict[str, Any]:
@@ -240,16 +244,16 @@ def _rope(config: Mapping[str, Any], family: ConfigFamily, differences: list[str
         return {}
     rope = cast(dict[str, Any], rope)
     base = config.get(family.rope_names, family.rope_theta)
-    found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", base)}
+    values: dict[str, Any] = {"rope_theta": rope.get("rope_theta", base)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3" and all(name in rope for name in SCALING):
-        found["rope_scaling"] = tuple(rope[name] for name in SCALING)
+        values["rope_scaling"] = tuple(rope[name] for name in SCALING)
     elif kind != "default":
         differences.append(f"rope_type is {kind!r}, not 'default' or 'llama3' with {listed(SCALING)}")
     for name in ("partial_rotary_factor", "rotary_pct"):
         if (part := rope.get(name, config.get(name, 1.0))) != 1.0:
             differences.append(f"{name} is {part!r}, not 1.0")
-    return found
+    return values
 
 
 def _window(config: Mapping[str, Any]) -> list[str]:
@@ -261,7 +265,7 @@ def _window(config: Mapping[str, Any]) -> list[str]:
     return [f"sliding_window is {window!r}, not null"]
 
 
-def _dense_first(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[str]:
+def _dense_first(config: Mapping[str, Any], values: dict[str, Any]) -> Iterable[str]:
     """Read which layers of a Qwen mixture are dense. Only layers at the start may be dense."""
     sparse, only = config.get("decoder_sparse_step", 1), cast(list[int], config.get("mlp_only_layers") or [])
     if sparse != 1:
@@ -269,9 +273,9 @@ def _dense_first(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable
     if only != list(range(len(only))):
         raise UserError(f"mlp_only_layers is {only!r}, but only the first layers may be dense; give [0, 1, ...]")
     if only:
-        written |= {"dense_layers": len(only), "dense_ffn_hidden_size": config.get("intermediate_size")}
+        values |= {"dense_layers": len(only), "dense_ffn_hidden_size": config.get("intermediate_size")}
     if config.get("shared_expert_intermediate_size"):
-        written |= {"shared_experts": 1, "shared_ffn_hidden_size": config["shared_expert_intermediate_size"]}
+        values |= {"shared_experts": 1, "shared_ffn_hidden_size": config["shared_expert_intermediate_size"]}
         yield "the shared expert has a gate, of one feature a token"
     if not config.get("norm_topk_prob", False):
         yield "norm_topk_prob is False, not True"
@@ -280,28 +284,28 @@ def _dense_first(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable
 _QWEN_MIXTURE = ("decoder_sparse_step", "mlp_only_layers", "intermediate_size", "shared_expert_intermediate_size")
 
 
-def _deepseek(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[str]:
+def _deepseek(config: Mapping[str, Any], values: dict[str, Any]) -> Iterable[str]:
     """Read DeepSeek's mixture: dense layers first, then experts in every layer."""
-    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
-    if every != 1:
-        raise UserError(f"moe_layer_freq is {every!r}, but all layers after the first are of one kind; give 1")
-    written["shared_experts"] = config.get("n_shared_experts") or 0
+    first, interval = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+    if interval != 1:
+        raise UserError(f"moe_layer_freq is {interval!r}, but all layers after the first are of one kind; give 1")
+    values["shared_experts"] = config.get("n_shared_experts") or 0
     if first:
-        written |= {"dense_layers": first, "dense_ffn_hidden_size": config.get("intermediate_size")}
+        values |= {"dense_layers": first, "dense_ffn_hidden_size": config.get("intermediate_size")}
     for name, value in (("scoring_func", "softmax"), ("topk_method", "greedy"), ("routed_scaling_factor", 1.0)):
         if (other := config.get(name, value)) != value:
             yield f"{name} is {other!r}, not {value!r}"
     if not config.get("norm_topk_prob", False):
         yield "norm_topk_prob is False, not True"
-    if more := config.get("num_nextn_predict_layers"):
-        yield f"num_nextn_predict_layers is {more!r}, not 0: these layers are left out"
+    if extra_layers := config.get("num_nextn_predict_layers"):
+        yield f"num_nextn_predict_layers is {extra_layers!r}, not 0: these layers are left out"
 
 
-def _latent(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[str]:
+def _latent(config: Mapping[str, Any], values: dict[str, Any]) -> Iterable[str]:
     """Read DeepSeek's mixture and latent attention."""
-    if (values := config.get("v_head_dim", 128)) != written["head_dim"]:
-        raise UserError(f"v_head_dim is {values!r}, not {written['head_dim']!r} like qk_nope_head_dim")
-    yield from _deepseek(config, written)
+    if (value_width := config.get("v_head_dim", 128)) != values["head_dim"]:
+        raise UserError(f"v_head_dim is {value_width!r}, not {values['head_dim']!r} like qk_nope_head_dim")
+    yield from _deepseek(config, values)
 
 
 _DEEPSEEK = (
@@ -458,7 +462,7 @@ PHI3_CONFIG = replace(
 )
 
 
-def _neox(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[str]:
+def _neox(config: Mapping[str, Any], values: dict[str, Any]) -> Iterable[str]:
     if config.get("use_parallel_residual", True):
         yield _PARALLEL
     if "rotary_pct" not in config:

@@ -93,13 +93,13 @@ class Run:
     @cached_property
     def layout(self) -> LayerLayout:
         """Layout of the parameters in the layer's flat buffer."""
-        return LayerLayout((each.sliced(self.pieces) for _, each in self.parameters()), self.slices)
+        return LayerLayout((parameter.sliced(self.pieces) for _, parameter in self.parameters()), self.slices)
 
     @cached_property
     def borrows(self) -> tuple[str, ...]:
         """Names of parameters of the first layer that this layer uses as well."""
-        own = {parameter.name for _, parameter in self.parameters()}
-        return tuple(name for primitive in self.primitives for name in primitive.borrows if name not in own)
+        own_names = {parameter.name for _, parameter in self.parameters()}
+        return tuple(name for primitive in self.primitives for name in primitive.borrows if name not in own_names)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class Run:
             among: numbers of the primitives that are computed (None: all).
         """
         pieces = self.pieces if slices > 1 else dict[str, int]()
-        computed = (each for number, each in enumerate(self.primitives) if among is None or number in among)
+        computed = (candidate for number, candidate in enumerate(self.primitives) if among is None or number in among)
         return tuple(kernel for primitive in computed for kernel in primitive.kernels(sequences, tokens, pieces))
 
     def numbers(self, slice: int) -> dict[str, int]:
@@ -156,11 +156,11 @@ class Run:
             made_again: whether inputs of products are recomputed if that is cheap, as by Shardlab's executor. Autograd
                 keeps them.
         """
-        kept = self.saved_tensors
+        kept_tensors = self.saved_tensors
         if made_again:
             inputs = {self.read(name, step) for _, step in self.made_again for name in self.primitives[step].reads}
-            kept = kept - self.made_again | inputs
-        return sum(each.keeps_beside(rows) for each in self.primitives) + self.elements(kept, rows)
+            kept_tensors = kept_tensors - self.made_again | inputs
+        return sum(primitive.keeps_beside(rows) for primitive in self.primitives) + self.elements(kept_tensors, rows)
 
     @cached_property
     def saved_tensors(self) -> frozenset[Made]:
@@ -170,11 +170,11 @@ class Run:
     @cached_property
     def made_again(self) -> frozenset[Made]:
         """Tensors that are recomputed instead of kept: in the backward pass, only large products read them."""
-        found = {Made(name, n) for n, each in enumerate(self.primitives) if each.made_again for name in each.makes}
+        tensors = {Made(name, n) for n, maker in enumerate(self.primitives) if maker.made_again for name in maker.makes}
         for number, primitive in enumerate(self.primitives):
             if not (primitive.product and self._large(primitive)):
-                found -= {*needed(self.primitives, number)}
-        return frozenset(found - {self._last(name) for name in self.outputs})
+                tensors -= {*needed(self.primitives, number)}
+        return frozenset(tensors - {self._last(name) for name in self.outputs})
 
     @property
     def keeps_input(self) -> bool:
@@ -192,8 +192,8 @@ class Run:
     @property
     def saves_residual(self) -> bool:
         """Whether the layer keeps the residual stream that it passes on beside its activation."""
-        made = self._last("s")
-        return Kind.RESIDUAL in self.carried_outputs and made.step != INPUT and made in self.saved_tensors
+        residual = self._last("s")
+        return Kind.RESIDUAL in self.carried_outputs and residual.step != INPUT and residual in self.saved_tensors
 
     def saved_for_weight(self, rows: int) -> int:
         """Return the number of elements kept between the halves of a split backward pass, for `rows` sequences.
@@ -202,16 +202,16 @@ class Run:
         the second. Gradients of the layer's outputs do not count, because its caller keeps them, and neither do those
         of vector parameters, because the first half computes them.
         """
-        kept: set[Made] = set()
+        kept_tensors: set[Made] = set()
         gradients: set[Made] = set()
-        beside = 0
+        other_elements = 0
         for number, primitive in enumerate(self.primitives):
-            kept |= {self.read(name, number) for name in primitive.keeps_for_weight()}
+            kept_tensors |= {self.read(name, number) for name in primitive.keeps_for_weight()}
             gradients |= {self._gradient(name, number) for name in primitive.gradients_for_weight()}
-            beside += primitive.keeps_beside_for_weight(rows)
-        given = {self._last(name) for name in self.outputs}
-        mine = {each for each in gradients if each not in given or self._readers(each)}
-        return beside + self.elements(kept, rows) + self.elements(mine, rows)
+            other_elements += primitive.keeps_beside_for_weight(rows)
+        output_tensors = {self._last(name) for name in self.outputs}
+        own_gradients = {tensor for tensor in gradients if tensor not in output_tensors or self._readers(tensor)}
+        return other_elements + self.elements(kept_tensors, rows) + self.elements(own_gradients, rows)
 
     def read(self, name: str, number: int) -> Made:
         """Return the tensor that step `number` reads under a name."""
@@ -219,8 +219,8 @@ class Run:
 
     def elements(self, tensors: Iterable[Made], rows: int) -> int:
         """Return the elements of tensors that the layer makes. Its inputs do not count."""
-        own = [each for each in tensors if each.step != INPUT]
-        return sum(math.prod(self.primitives[each.step].shape(each.name, rows)) for each in own)
+        made_here = [tensor for tensor in tensors if tensor.step != INPUT]
+        return sum(math.prod(self.primitives[tensor.step].shape(tensor.name, rows)) for tensor in made_here)
 
     def _maker(self, output: str) -> Primitive:
         """Return the primitive that makes the last tensor of this name."""
@@ -228,32 +228,34 @@ class Run:
 
     def _large(self, product: Primitive) -> bool:
         """Return whether a product, in one slice, is so large that recomputing its input pays off."""
-        return any(each.sliced(self.pieces).numel >= RECOMPUTED_FROM for each in product.parameters())
+        return any(parameter.sliced(self.pieces).numel >= RECOMPUTED_FROM for parameter in product.parameters())
 
     def _last(self, name: str) -> Made:
         return self.read(name, len(self.steps))
 
-    def _readers(self, made: Made) -> list[int]:
+    def _readers(self, tensor: Made) -> list[int]:
         """Return the steps that read a tensor."""
         return [
-            k for k, each in enumerate(self.primitives) if made.name in each.reads and self.read(made.name, k) == made
+            k
+            for k, primitive in enumerate(self.primitives)
+            if tensor.name in primitive.reads and self.read(tensor.name, k) == tensor
         ]
 
     def _gradient(self, name: str, number: int) -> Made:
         """Return a tensor with the same gradient as tensor `name` of step `number`: the last sum that includes it."""
-        made = Made(name, number) if name in self.primitives[number].makes else self.read(name, number)
-        for reader in self._readers(made):
+        tensor = Made(name, number) if name in self.primitives[number].makes else self.read(name, number)
+        for reader in self._readers(tensor):
             if total := self.primitives[reader].adds_to:
                 return self._summed(Made(total, reader))
-        if made.step == INPUT:  # dropout precedes this sum, so this step computes the addend's gradient
+        if tensor.step == INPUT:  # dropout precedes this sum, so this step computes the addend's gradient
             return Made(next(iter(self.primitives[number].makes)), number)
-        return made
+        return tensor
 
-    def _summed(self, made: Made) -> Made:
+    def _summed(self, tensor: Made) -> Made:
         """Return the last of a chain of sums that starts at a tensor. All of them have the same gradient."""
-        readers = self._readers(made)
+        readers = self._readers(tensor)
         total = self.primitives[readers[0]].adds_to if len(readers) == 1 else ""
-        return self._summed(Made(total, readers[0])) if total else made
+        return self._summed(Made(total, readers[0])) if total else tensor
 
 
 def source(primitives: Sequence[Primitive], name: str, number: int) -> Made:
@@ -271,14 +273,14 @@ def needed(primitives: Sequence[Primitive], number: int) -> Iterator[Made]:
 def runs(steps: Sequence[Step], breaks: Sequence[int]) -> list[Run]:
     """Return the layers between `breaks`, the steps that begin a layer. A lone attention is an op, not a layer."""
     parts = [tuple(steps[start:stop]) for start, stop in pairwise([0, *breaks, len(steps)])]
-    found: list[Run] = []
-    crossed = boundaries([[(step.primitive.reads, step.primitive.makes) for step in part] for part in parts])
-    for part, (taken, given) in zip(parts, crossed, strict=True):
+    layers: list[Run] = []
+    crossing_names = boundaries([[(step.primitive.reads, step.primitive.makes) for step in part] for part in parts])
+    for part, (inputs, outputs) in zip(parts, crossing_names, strict=True):
         if is_attention([step.primitive.reads for step in part]):
-            found[-1] = replace(found[-1], attend=part[0])
+            layers[-1] = replace(layers[-1], attend=part[0])
         else:
-            found.append(Run(_fused(part), taken, given))
-    return found
+            layers.append(Run(_fused(part), inputs, outputs))
+    return layers
 
 
 def want_sound(steps: Sequence[Step]) -> None:
@@ -291,32 +293,35 @@ def want_sound(steps: Sequence[Step]) -> None:
         UserError: if a primitive reads a tensor that none before it makes, or that has other indices; if a primitive is
             incomplete; if two parameters of a block have one name.
     """
-    made = {"x": ("the text", "")}
+    makers = {"x": ("the text", "")}
     owned: set[tuple[int, str]] = set()
     for step in steps:
         primitive, name = step.primitive, type(step.primitive).__name__
-        where = f"{step.place}: {name}"
+        location = f"{step.place}: {name}"
         try:
             reads, makes = primitive.reads, primitive.makes
         except (KeyError, ValueError, IndexError) as error:
-            raise UserError(f"{where} has the einsum {primitive.einsum!r}, which cannot be read: {error!r}") from None
+            raise UserError(
+                f"{location} has the einsum {primitive.einsum!r}, which cannot be read: {error!r}"
+            ) from None
         for tensor, indices in reads.items():
-            if tensor not in made:
+            if tensor not in makers:
                 raise UserError(
-                    f"{where} reads {tensor}, which nothing before it makes; there are {', '.join(sorted(made))}"
+                    f"{location} reads {tensor}, which nothing before it makes; there are {', '.join(sorted(makers))}"
                 )
-            maker, theirs = made[tensor]
-            if indices and indices != theirs:
+            maker, made_indices = makers[tensor]
+            if indices and indices != made_indices:
                 raise UserError(
-                    f"{where} reads {tensor}({indices}), but {maker} made {tensor}({theirs}); they must be the same"
+                    f"{location} reads {tensor}({indices}), but {maker} made {tensor}({made_indices}); they "
+                    "must be the same"
                 )
-        made |= {tensor: (name, indices) for tensor, indices in makes.items()}
-        _want_said(where, primitive)
+        makers |= {tensor: (name, indices) for tensor, indices in makes.items()}
+        _want_said(location, primitive)
         for parameter in primitive.parameters():
             if (step.block, parameter.name) in owned:
                 raise UserError(
-                    f"{where} has a parameter {parameter.name}, and block {step.block} has one of that name; give it "
-                    "another name"
+                    f"{location} has a parameter {parameter.name}, and block {step.block} has one of that name; give "
+                    "it another name"
                 )
             owned.add((step.block, parameter.name))
 
@@ -380,32 +385,32 @@ def _fused(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """Return the steps, with each bias moved from the residual sum to its linear map if both are in these steps."""
     fused: list[Step] = []
     for step in steps:
-        before, primitive = fused[-1] if fused else None, step.primitive
-        if before and isinstance(primitive, Add) and primitive.bias and isinstance(before.primitive, Linear):
-            fused[-1] = before._replace(primitive=replace(before.primitive, bias=True))
+        previous, primitive = fused[-1] if fused else None, step.primitive
+        if previous and isinstance(primitive, Add) and primitive.bias and isinstance(previous.primitive, Linear):
+            fused[-1] = previous._replace(primitive=replace(previous.primitive, bias=True))
             step = step._replace(primitive=replace(primitive, bias=""))
         fused.append(step)
     return tuple(fused)
 
 
-def _want_said(where: str, primitive: Primitive) -> None:
+def _want_said(location: str, primitive: Primitive) -> None:
     """Refuse a primitive whose fields and methods do not fit its einsum, or do not fit together."""
     tensors = [*primitive.reads, *primitive.makes]
     for tensor in (*primitive.keeps(), *primitive.keeps_for_weight(), *primitive.gradients_for_weight()):
         if tensor not in tensors:
-            raise UserError(f"{where} keeps {tensor}, which it neither reads nor makes; it has {', '.join(tensors)}")
+            raise UserError(f"{location} keeps {tensor}, which it neither reads nor makes; it has {', '.join(tensors)}")
     if primitive.made_again and (primitive.parameters() or len(primitive.makes) > 1):
-        raise UserError(f"{where} says made_again, but has parameters or makes several tensors; leave it out")
+        raise UserError(f"{location} says made_again, but has parameters or makes several tensors; leave it out")
     for tensor in primitive.makes:
         try:
             primitive.shape(tensor, 1)
         except AssertionError:
             raise UserError(
-                f"{where} makes {tensor}, but does not say how many features it has; define features(tensor)"
+                f"{location} makes {tensor}, but does not say how many features it has; define features(tensor)"
             ) from None
     for parameter in primitive.parameters():
         if len(parameter.indices) != len(parameter.shape):
             raise UserError(
-                f"{where}: {parameter.name} has the shape {parameter.shape} and the indices {parameter.indices}; give "
-                "an index for each dim"
+                f"{location}: {parameter.name} has the shape {parameter.shape} and the indices {parameter.indices}; "
+                "give an index for each dim"
             )

@@ -63,8 +63,10 @@ class Parameter(NamedTuple):
 
     def cuts(self, pieces: Mapping[str, int]) -> list[Cut]:
         """Return the cuts of the parameter, given the number of pieces of each index."""
-        named = [(dim, pieces.get(index, 1)) for dim, index in enumerate(self.indices)]
-        return [Cut(dim, count, self.sections if dim == self.section_dim else ()) for dim, count in named if count > 1]
+        dim_pieces = [(dim, pieces.get(index, 1)) for dim, index in enumerate(self.indices)]
+        return [
+            Cut(dim, count, self.sections if dim == self.section_dim else ()) for dim, count in dim_pieces if count > 1
+        ]
 
     def sliced(self, pieces: Mapping[str, int]) -> Parameter:
         """Return the parameter of one slice. All slices have the same shape."""
@@ -238,9 +240,9 @@ class FusedAttention(NamedTuple):
     @property
     def elements(self) -> float:
         """Number of elements of queries, output, keys and values; in the backward pass, also of their gradients."""
-        each = self.sequences * self.head_width
-        passed = each * (2 * self.heads * self.queries + 2 * self.kv_heads * self.keys)
-        return float(2 * passed if self.backward else passed)
+        elements_per_head = self.sequences * self.head_width
+        forward_elements = elements_per_head * (2 * self.heads * self.queries + 2 * self.kv_heads * self.keys)
+        return float(2 * forward_elements if self.backward else forward_elements)
 
     def backward_input(self) -> tuple[Kernel, ...]:
         return (self._replace(backward=True),)

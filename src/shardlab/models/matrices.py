@@ -69,7 +69,7 @@ def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
     layout = run.layout
     wholes = LayerLayout(parameter for _, parameter in run.parameters()).parameters
     slices = [run.numbers(slice) for slice in range(layout.slices)]
-    found: list[WholeMatrix] = []
+    matrices: list[WholeMatrix] = []
     for offset, parameter in zip(layout.offsets, wholes, strict=True):
         if parameter.hidden_matrix:
             together: dict[tuple[int, ...], list[int]] = {}  # slices that have pieces of the same matrices
@@ -77,8 +77,8 @@ def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
                 others = tuple(number for index, number in numbers.items() if index not in parameter.indices[-2:])
                 together.setdefault(others, []).append(slice * (length // layout.slices) + offset)
             for begins in together.values():
-                found += _matrices(parameter, run.pieces, begins)
-    return found
+                matrices += _matrices(parameter, run.pieces, begins)
+    return matrices
 
 
 @dataclass(frozen=True)
@@ -116,62 +116,64 @@ EXECUTOR = SavedActivations(made_again=True)
 """Activations that Shardlab's executor keeps, as measured on a CPU (see `shardlab.models.tensors.backward`)."""
 
 
-def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:
+def kept_elements(model: Model, layer: int, rows: int, settings: SavedActivations, element: int) -> int:
     """Return how many elements of a layer are kept for a microbatch of `rows` sequences, beyond the layer's input.
 
     `element` is the size of an activation's element in bytes.
     """
     run = model.run(layer)
-    if kept.again == PER_OP:
-        return sum(_every_second(each, kept, rows) for each in run.primitives) + _residuals(run, rows)
-    if kept.again:
-        return _kept_beside_recomputed(run, model.recomputed(layer, kept.again), rows, kept, element)
-    dropped = sum(_dropped(each, kept, element, rows) for each in run.primitives)
-    return max(0, run.saved(rows, kept.made_again) - int(dropped))
+    if settings.again == PER_OP:
+        return sum(_every_second(primitive, settings, rows) for primitive in run.primitives) + _residuals(run, rows)
+    if settings.again:
+        return _kept_beside_recomputed(run, model.recomputed(layer, settings.again), rows, settings, element)
+    dropped = sum(_dropped(primitive, settings, element, rows) for primitive in run.primitives)
+    return max(0, run.saved(rows, settings.made_again) - int(dropped))
 
 
-def saves_residual(model: Model, layer: int, kept: SavedActivations) -> bool:
+def saves_residual(model: Model, layer: int, settings: SavedActivations) -> bool:
     """Return whether the kept elements of a layer include the residual stream that the layer outputs."""
     run = model.run(layer)
-    if kept.again == PER_OP:
+    if settings.again == PER_OP:
         return run.saves_residual and _residuals(run, 1) > 0
-    if kept.again:
-        found = model.recomputed(layer, kept.again)
-        return run.saves_residual and run.read("s", len(run.steps)) in _kept_tensors(run, found)
+    if settings.again:
+        recomputation = model.recomputed(layer, settings.again)
+        return run.saves_residual and run.read("s", len(run.steps)) in _kept_tensors(run, recomputation)
     return run.saves_residual
 
 
-def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:
+def kept_activations(model: Model, rows: int, settings: SavedActivations, slices: int) -> tuple[int, ...]:
     """Return how many elements are kept of the activation that enters each layer.
 
     Sequence parallelism cuts the activations into `slices` slices.
     """
     sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]
     for layer, run in enumerate(model.runs):
-        named = bool(kept.again) and kept.again != PER_OP
-        needed = named and layer > 0 and model.recomputed(layer, kept.again).keeps_input
+        recomputes_modules = bool(settings.again) and settings.again != PER_OP
+        needed = recomputes_modules and layer > 0 and model.recomputed(layer, settings.again).keeps_input
         if "s" in run.inputs[1:] or isinstance(run.primitives[0], Embed):
-            sizes[layer] *= kept.branch or needed
-        elif named and layer and not needed:
+            sizes[layer] *= settings.branch or needed
+        elif recomputes_modules and layer and not needed:
             sizes[layer] = 0
         elif run.cut and layer and model.run(layer - 1).attend is None:
-            sizes[layer] = 0 if kept.again == PER_OP else sizes[layer] // (1 if kept.gathered else slices)
+            sizes[layer] = 0 if settings.again == PER_OP else sizes[layer] // (1 if settings.gathered else slices)
     return tuple(sizes)
 
 
-def _kept_tensors(run: Run, found: LayerRecomputation) -> frozenset[Made]:
+def _kept_tensors(run: Run, recomputation: LayerRecomputation) -> frozenset[Made]:
     """Return the tensors kept of a layer whose blocks are partly recomputed."""
-    outside = (number for number in range(len(run.steps)) if number not in found.inside)
-    return found.kept.union(*(needed(run.primitives, number) for number in outside))
+    whole_steps = (number for number in range(len(run.steps)) if number not in recomputation.inside)
+    return recomputation.kept.union(*(needed(run.primitives, number) for number in whole_steps))
 
 
 def _kept_beside_recomputed(
-    run: Run, found: LayerRecomputation, rows: int, kept: SavedActivations, element: int
+    run: Run, recomputation: LayerRecomputation, rows: int, settings: SavedActivations, element: int
 ) -> int:
     """Return how many elements of a partly recomputed layer are kept."""
-    primitives = [each for number, each in enumerate(run.primitives) if number not in found.again]
-    beside = sum(each.keeps_beside(rows) - _dropped(each, kept, element, rows) for each in primitives)
-    return max(0, int(beside) + run.elements(_kept_tensors(run, found), rows))
+    primitives = [primitive for number, primitive in enumerate(run.primitives) if number not in recomputation.again]
+    elements = sum(
+        primitive.keeps_beside(rows) - _dropped(primitive, settings, element, rows) for primitive in primitives
+    )
+    return max(0, int(elements) + run.elements(_kept_tensors(run, recomputation), rows))
 
 
 def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[int]) -> Iterator[WholeMatrix]:
@@ -185,35 +187,35 @@ def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[
             top += height * rows // parameter.shape[-2]
 
 
-def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: int) -> float:
+def _dropped(primitive: Primitive, settings: SavedActivations, element: int, rows: int) -> float:
     """Return how many more elements of a primitive autograd keeps than a framework with these settings."""
-    if isinstance(primitive, Activate) and kept.activated and primitive.activation in GATED:
+    if isinstance(primitive, Activate) and settings.activated and primitive.activation in GATED:
         return -rows * primitive.tokens * primitive.hidden
-    if isinstance(primitive, ExpertActivate) and kept.activated and primitive.activation in GATED:
+    if isinstance(primitive, ExpertActivate) and settings.activated and primitive.activation in GATED:
         return -primitive.router.places(rows * primitive.tokens) * primitive.hidden
-    if isinstance(primitive, Projection) and kept.copied:
+    if isinstance(primitive, Projection) and settings.copied:
         return -2 * rows * primitive.tokens * primitive.kv_width
-    narrower = 1 - kept.mask / element if kept.mask and not isinstance(primitive, Embed) else 0.0
+    narrower = 1 - settings.mask / element if settings.mask and not isinstance(primitive, Embed) else 0.0
     return narrower * primitive.mask(rows)
 
 
-def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> int:
+def _every_second(primitive: Primitive, settings: SavedActivations, rows: int) -> int:
     """Return how many elements of a primitive per-op recomputation keeps: queries and values, gates, and attention's
     result.
     """
-    each = rows * primitive.tokens
+    tokens = rows * primitive.tokens
     if isinstance(primitive, Projection):
-        return each * (primitive.width + primitive.kv_width)
+        return tokens * (primitive.width + primitive.kv_width)
     if isinstance(primitive, LatentProjection):
-        return each * (primitive.features("q") + primitive.sizes.heads * primitive.sizes.value_dim)
+        return tokens * (primitive.features("q") + primitive.sizes.heads * primitive.sizes.value_dim)
     if isinstance(primitive, Attend):
-        return each * primitive.result_width
+        return tokens * primitive.result_width
     if isinstance(primitive, Activate):
-        return each * primitive.hidden
+        return tokens * primitive.hidden
     if isinstance(primitive, Scores):
-        return each * primitive.inputs
+        return tokens * primitive.inputs
     if isinstance(primitive, Linear):
-        return each * primitive.outputs if kept.unread and primitive.in_index == "ffn" else 0
+        return tokens * primitive.outputs if settings.unread and primitive.in_index == "ffn" else 0
     if isinstance(primitive, Norm) and primitive.name == "ln_f":
         return primitive.keeps_beside(rows)
     return primitive.mask(rows) if isinstance(primitive, Embed) else 0
@@ -223,5 +225,5 @@ def _residuals(run: Run, rows: int) -> int:
     """Return how many elements of the residual stream a layer computes that enter a block, at the norm before
     attention.
     """
-    norms = [each for each in run.primitives[1:] if isinstance(each, Norm) and each.name == "ln_1"]
-    return sum(rows * each.tokens * each.hidden_size for each in norms)
+    norms = [norm for norm in run.primitives[1:] if isinstance(norm, Norm) and norm.name == "ln_1"]
+    return sum(rows * norm.tokens * norm.hidden_size for norm in norms)

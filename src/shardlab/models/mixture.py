@@ -133,8 +133,8 @@ class Dispatch(Routing):
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         rows = sequences * tokens
-        moved = (rows + self.router.places(rows)) * self.router.hidden_size
-        return (Pointwise("dispatch", moved, moved),)
+        elements = (rows + self.router.places(rows)) * self.router.hidden_size
+        return (Pointwise("dispatch", elements, elements),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,9 +222,9 @@ class Combine(Routing):
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         rows, hidden_size = sequences * tokens, self.router.hidden_size
-        read, written = rows * self.router.top_k * hidden_size, rows * hidden_size
+        inputs, outputs = rows * self.router.top_k * hidden_size, rows * hidden_size
         gradient = self.router.places(rows) * hidden_size
-        return (Pointwise("combine", read + written, read + written + gradient),)
+        return (Pointwise("combine", inputs + outputs, inputs + outputs + gradient),)
 
 
 def mixture(tokens: int, router: Router, hidden: int, bias: bool, activation: Activation) -> tuple[Primitive, ...]:

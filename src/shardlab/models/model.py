@@ -87,17 +87,17 @@ class Model(ABC):
         """
         if index == 0:
             return (rows, self.seq_len)
-        before = self.run(index - 1)
-        if before.attend is not None:
-            attend = before.attend.primitive
+        previous = self.run(index - 1)
+        if previous.attend is not None:
+            attend = previous.attend.primitive
             assert isinstance(attend, Attend)
             return (rows, self.seq_len, attend.result_width + attend.heads)
-        return before.shape(before.outputs[0], rows)
+        return previous.shape(previous.outputs[0], rows)
 
     def is_buffers(self, index: int) -> bool:
         """Return whether activation `index` is the experts' buffers, (experts, capacity, features)."""
-        before = self.run(index - 1) if index else None
-        return before is not None and before.attend is None and "expert" in before.indices(before.outputs[0])
+        previous = self.run(index - 1) if index else None
+        return previous is not None and previous.attend is None and "expert" in previous.indices(previous.outputs[0])
 
     def forward_flops(self, layer: int) -> int:
         """Return the FLOPs of a layer's matrix products for one sequence. A backward pass takes twice as many."""
@@ -127,12 +127,12 @@ class Model(ABC):
     @cached_property
     def steps_of_blocks(self) -> Mapping[int, tuple[Place, ...]]:
         """Positions of each block's primitives, in order. The embedding and the head belong to no block."""
-        found: dict[int, list[Place]] = {}
+        places_of: dict[int, list[Place]] = {}
         for layer, run in enumerate(self.runs):
             for number, step in enumerate(run.all_steps):
                 if step.place.startswith("block"):
-                    found.setdefault(step.block, []).append((layer, number))
-        return {block: tuple(places) for block, places in found.items()}
+                    places_of.setdefault(step.block, []).append((layer, number))
+        return {block: tuple(places) for block, places in places_of.items()}
 
     def attention_after(self, layer: int) -> Attend:
         """Return the attention after a layer whose queries, keys and values go to a separate op."""
@@ -142,7 +142,7 @@ class Model(ABC):
         return attend.primitive
 
     def attend_kernels(
-        self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
+        self, layer: int, sequences: int, queries: int, keys: int, visible_share: float, slices: int = 1
     ) -> tuple[Kernel, ...]:
         """Return the kernels of an ATTEND op: attention as a separate op after a layer.
 
@@ -150,10 +150,10 @@ class Model(ABC):
             layer: number of the layer that outputs the queries, keys and values.
             sequences: sequences of the microbatches that are computed together.
             queries, keys: numbers of queries and of keys of each sequence.
-            seen: fraction of the (query, key) pairs whose query is not before the key.
+            visible_share: fraction of the (query, key) pairs whose query is not before the key.
             slices: number of slices of the heads.
         """
-        return self.attention_after(layer).kernels_between(sequences, queries, keys, seen, {"head": slices})
+        return self.attention_after(layer).kernels_between(sequences, queries, keys, visible_share, {"head": slices})
 
     @property
     def logits(self) -> int:
@@ -176,11 +176,11 @@ class Model(ABC):
     @cached_property
     def carried_features(self) -> dict[Kind, int]:
         """Features of a token, for each kind of value that layers pass on beside the activations."""
-        found = {Kind.RESIDUAL: 0, Kind.ROUTING: 0}
+        features = {Kind.RESIDUAL: 0, Kind.ROUTING: 0}
         for run in self.runs:
             for kind, names in run.carried_outputs.items():
-                found[kind] = sum(run.shape(name, 1)[-1] for name in names)
-        return found
+                features[kind] = sum(run.shape(name, 1)[-1] for name in names)
+        return features
 
     def microbatch_elements(self, index: int, rows: int) -> int:
         """Return the elements of activation `index` for a microbatch of `rows` sequences."""
@@ -199,12 +199,12 @@ class Model(ABC):
     @cached_property
     def signatures(self) -> tuple[Layer, ...]:
         """Signature of each layer: its inputs and outputs, and its primitives as nodes."""
-        written: list[LayerDefinition] = []
+        definitions: list[LayerDefinition] = []
         for run in self.runs:
-            written.append((run.name, [step.primitive.node for step in run.steps], run.cut))
+            definitions.append((run.name, [step.primitive.node for step in run.steps], run.cut))
             if run.attend is not None:
-                written.append(("attention", [run.attend.primitive.node], ()))
-        return build_layers(written, tied=bool(self.borrowed(self.layers - 1)) and self.layers > 1)
+                definitions.append(("attention", [run.attend.primitive.node], ()))
+        return build_layers(definitions, tied=bool(self.borrowed(self.layers - 1)) and self.layers > 1)
 
     @property
     def leading_blocks(self) -> int:
@@ -317,16 +317,16 @@ class Blocks(Model):
         tokens, hidden_size = self.seq_len, self.hidden_size
         lookup = Lookup(tokens=tokens, hidden_size=hidden_size, vocab_size=self.vocab_size)
         embed = Embed(tokens=tokens, hidden_size=hidden_size, positions=self.positions, drops=drops)
-        found = [Step(lookup, first, "embedding"), Step(embed, first, "embedding")]
+        steps = [Step(lookup, first, "embedding"), Step(embed, first, "embedding")]
         leading, others = self.leading_block_parts(), self.block_parts()
         for block in range(self.layers):
             parts = leading if block < self.leading_blocks else others
-            found += [Step(each, block, f"block {block}, {name}") for name, part in parts for each in part]
+            steps += [Step(primitive, block, f"block {block}, {name}") for name, part in parts for primitive in part]
         scores = Scores(
             tokens=tokens, name="lm_head", outputs=self.vocab_size, inputs=hidden_size, bias=False,
             out_index="vocab", in_index="width", tied=self.has_tied_head,
         )  # fmt: skip
-        return (*found, Step(self.norm_of("ln_f"), last, "head"), Step(scores, last, "head"))
+        return (*steps, Step(self.norm_of("ln_f"), last, "head"), Step(scores, last, "head"))
 
     def norm_of(self, name: str) -> Norm:
         """Return a norm of the residual stream."""
@@ -399,9 +399,9 @@ def count_parameters(model: Model) -> ParameterCounts:
     >>> count_parameters(find_model("gpt2")).without_positions
     123653376
     """
-    every = [each for layer in range(model.layers) for each in model.layout(layer).parameters]
-    decayed = [each.numel for each in every if each.decayed]
-    others = [each.numel for each in every if not each.decayed]
-    positions = sum(each.numel for each in every if each.name == POSITIONS)
+    parameters = [parameter for layer in range(model.layers) for parameter in model.layout(layer).parameters]
+    decayed = [parameter.numel for parameter in parameters if parameter.decayed]
+    others = [parameter.numel for parameter in parameters if not parameter.decayed]
+    positions = sum(parameter.numel for parameter in parameters if parameter.name == POSITIONS)
     total = sum(decayed) + sum(others)
     return ParameterCounts(total, sum(decayed), len(decayed), sum(others), len(others), total - positions)

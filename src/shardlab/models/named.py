@@ -57,12 +57,12 @@ def find_model(name: str) -> Blocks:
     if low in ARCHITECTURES:
         return ARCHITECTURES[low]()
     if low in published:
-        written = {field: value for field, value in _table()[low].items() if field != "source"}
-        return with_written(find_model(written.pop("model")), written, low)
+        values = {field: value for field, value in _table()[low].items() if field != "source"}
+        return with_written(find_model(values.pop("model")), values, low)
     if is_config_file(name):
         return model_from_config(Path(name))
-    known = [*ARCHITECTURES, *published]
-    raise unknown_name("model", name, known, ", path/to/file.py:NAME and files that end in .toml or .json")
+    names = [*ARCHITECTURES, *published]
+    raise unknown_name("model", name, names, ", path/to/file.py:NAME and files that end in .toml or .json")
 
 
 def is_config_file(name: str) -> bool:
@@ -79,8 +79,10 @@ def unsized(name: str, model: Blocks) -> set[str]:
     kind = type(model)
     if name.lower() not in ARCHITECTURES and not FROM_FILES.get(kind, "").endswith(f":{kind.__name__}"):
         return set()
-    chosen = {field for each in kind.__mro__ if not each.__module__.startswith("shardlab.") for field in vars(each)}
-    return {field.name for field in fields(model)} - chosen
+    set_fields = {
+        field for class_ in kind.__mro__ if not class_.__module__.startswith("shardlab.") for field in vars(class_)
+    }
+    return {field.name for field in fields(model)} - set_fields
 
 
 def name_of(kind: type[Blocks]) -> str:
@@ -90,7 +92,7 @@ def name_of(kind: type[Blocks]) -> str:
 
 def sources() -> dict[str, str]:
     """Return the names of all published models, each with the source of its sizes."""
-    return {name: written["source"] for name, written in _table().items()}
+    return {name: row["source"] for name, row in _table().items()}
 
 
 def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Blocks:
@@ -103,24 +105,25 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Block
     return replace(model, **changes)
 
 
-def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Blocks:
+def with_written(model: Blocks, values: Mapping[str, Any], source: str) -> Blocks:
     """Return a model with some fields changed to values of a file, where infinity means None.
 
     Raises:
         UserError: for a field that the model does not have, for a value of another type, or for values that contradict
             each other.
     """
-    _require_fields(model, written, source)
-    changes = {name: None if value == math.inf else value for name, value in written.items()}
+    _require_fields(model, values, source)
+    changes = {name: None if value == math.inf else value for name, value in values.items()}
     return replace(model, **read_fields(field_hints(type(model)), changes, source))
 
 
 def _require_fields(model: Blocks, changes: Iterable[str], source: str) -> None:
-    known = [field.name for field in fields(model)]
+    field_names = [field.name for field in fields(model)]
     for name in changes:
-        if name not in known:
+        if name not in field_names:
             raise UserError(
-                f"{source}: a model of this kind ({type(model).__name__}) has no {name}; {suggest_name(name, known)}"
+                f"{source}: a model of this kind ({type(model).__name__}) has no {name}; "
+                f"{suggest_name(name, field_names)}"
             )
 
 
@@ -149,7 +152,7 @@ def shards_of(sizes: Iterable[int], single: str, shard_bytes: int) -> list[str]:
         filled += size
         numbers.append(number)
     stem, count = single.removesuffix(ENDING), number + 1
-    return [single if count == 1 else f"{stem}-{each + 1:05}-of-{count:05}{ENDING}" for each in numbers]
+    return [single if count == 1 else f"{stem}-{shard + 1:05}-of-{count:05}{ENDING}" for shard in numbers]
 
 
 def index_text(files: Mapping[str, str], total: int) -> str:
@@ -172,17 +175,19 @@ def weights_at(single: Path) -> Path | None:
 
 def _from_python(path: Path, name: str) -> Blocks:
     """Return a model of a user's file. A model of one block is built as a test, so that mistakes are reported here."""
-    name, found = find_member(load_module(path), path, name, ("model", "models"), _is_own)
-    if not _is_model(found):
+    name, member = find_member(load_module(path), path, name, ("model", "models"), _is_own)
+    if not _is_model(member):
         raise UserError(
             f"{name} in {path} is not a model; write it as a subclass of shardlab.models.Blocks, or as an object of one"
         )
-    if isinstance(found, type) and (missing := sorted(found.__abstractmethods__)):
+    if isinstance(member, type) and (missing := sorted(member.__abstractmethods__)):
         raise UserError(f"{name} in {path} does not say its {', '.join(missing)}; define that as GPT does")
-    if isinstance(found, type) and (without := [each.name for each in fields(found) if each.default is MISSING]):
-        raise UserError(f"{name} in {path} has no default for {', '.join(without)}; every field of a model has one")
+    if isinstance(member, type) and (
+        no_default := [field.name for field in fields(member) if field.default is MISSING]
+    ):
+        raise UserError(f"{name} in {path} has no default for {', '.join(no_default)}; every field of a model has one")
     with reporting_errors_of(path):
-        model = found() if isinstance(found, type) else found
+        model = member() if isinstance(member, type) else member
         one = replace(model, layers=1)
         want_sound(one.steps)
         want_carried(replace(model, layers=2).runs)
@@ -195,13 +200,15 @@ def _from_python(path: Path, name: str) -> Blocks:
     return model
 
 
-def _is_model(found: object) -> TypeGuard[Blocks | type[Blocks]]:
-    return isinstance(found, Blocks) or (isinstance(found, type) and issubclass(found, Blocks) and found is not Blocks)
+def _is_model(member: object) -> TypeGuard[Blocks | type[Blocks]]:
+    return isinstance(member, Blocks) or (
+        isinstance(member, type) and issubclass(member, Blocks) and member is not Blocks
+    )
 
 
-def _is_own(found: object) -> bool:
+def _is_own(member: object) -> bool:
     """Return whether an object is a model that the file defines, and not one that it imports."""
-    return _is_model(found) and found not in ARCHITECTURES.values()
+    return _is_model(member) and member not in ARCHITECTURES.values()
 
 
 def _by_name(model: Blocks) -> tuple[Any, ...]:
@@ -214,14 +221,14 @@ def _rebuild(name: str, values: Mapping[str, Any]) -> Blocks:
 
 
 def _from_toml(path: Path) -> Blocks:
-    written = read_file(path, "TOML")
-    base, _ = written.pop("model", None), written.pop("source", None)
+    table = read_file(path, "TOML")
+    base, _ = table.pop("model", None), table.pop("source", None)
     if not isinstance(base, str) or base.endswith(".toml"):
         raise UserError(
             f'{path} does not say which model it changes; write, for example, model = "llama", and then its fields'
         )
     with naming(path):
-        return with_written(find_model(base), written, str(path))
+        return with_written(find_model(base), table, str(path))
 
 
 @cache

@@ -437,9 +437,9 @@ class Activate(Primitive):
 
 def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwise:
     """Return the kernel of the activation function on `rows` rows of a linear map's output."""
-    before, after = rows * features_of(activation, hidden), rows * hidden
+    input_elements, output_elements = rows * features_of(activation, hidden), rows * hidden
     name = "swiglu" if activation in GATED else activation  # recipes give one count of kernels for both
-    return Pointwise(name, before + after, 2 * before + after)
+    return Pointwise(name, input_elements + output_elements, 2 * input_elements + output_elements)
 
 
 def features_of(activation: Activation, hidden: int) -> int:
@@ -491,22 +491,22 @@ def feed_forward(
             index name than features that are cut.
     """
     features = features_of(activation, hidden)
-    name, made, index = ("mlp.shared", "y", "shared") if shared else ("mlp", "x", "ffn")
+    name, tensor, index = ("mlp.shared", "y", "shared") if shared else ("mlp", "x", "ffn")
     up = Linear(
         tokens=tokens, name=f"{name}.c_fc", outputs=features, inputs=hidden_size, bias=bias,
-        out_index=index, in_index="width", sections=(hidden, hidden) if features > hidden else (), made=made,
+        out_index=index, in_index="width", sections=(hidden, hidden) if features > hidden else (), made=tensor,
     )  # fmt: skip
     down = Linear(
         tokens=tokens, name=f"{name}.c_proj", outputs=hidden_size, inputs=hidden, bias=bias and shared,
-        out_index="width", in_index=index, read=made, made=made,
+        out_index="width", in_index=index, read=tensor, made=tensor,
     )  # fmt: skip
-    return up, Activate(tokens=tokens, activation=activation, hidden=hidden, tensor=made, index=index), down
+    return up, Activate(tokens=tokens, activation=activation, hidden=hidden, tensor=tensor, index=index), down
 
 
-def _tensors(written: str) -> dict[str, str]:
+def _tensors(text: str) -> dict[str, str]:
     """Parse tensors with their indices.
 
     >>> _tensors("x(expert ffn) slots")
     {'x': 'expert ffn', 'slots': ''}
     """
-    return {name: indices or "" for name, indices in re.findall(r"(\w+)(?:\(([^)]*)\))?", written)}
+    return {name: indices or "" for name, indices in re.findall(r"(\w+)(?:\(([^)]*)\))?", text)}

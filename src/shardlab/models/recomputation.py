@@ -58,34 +58,36 @@ def recomputation(block: Block, word: str) -> Recomputation:
 
 
 def _by_modules(block: Block, modules: tuple[str, ...]) -> Recomputation:
-    inside = {module: frozenset(_steps_of(block, module)) for module in modules}
-    again = frozenset[int]().union(*inside.values())
-    freed = frozenset[int]().union(*(inside[module] for module in modules if module in DISCARDED))
-    kept: dict[Made, set[int]] = {}
+    steps_by_module = {module: frozenset(_steps_of(block, module)) for module in modules}
+    recomputed = frozenset[int]().union(*steps_by_module.values())
+    freed = frozenset[int]().union(*(steps_by_module[module] for module in modules if module in DISCARDED))
+    readers: dict[Made, set[int]] = {}
     for step, primitive in enumerate(block):
         tensors = needed(block, step)
-        if step in again:  # its inputs
+        if step in recomputed:  # its inputs
             tensors = (
-                each for each in (source(block, name, step) for name in primitive.reads) if each.step not in again
+                read_tensor
+                for read_tensor in (source(block, name, step) for name in primitive.reads)
+                if read_tensor.step not in recomputed
             )
         for tensor in tensors:
             if tensor.step != INPUT and tensor.step not in freed:
-                kept.setdefault(tensor, set()).add(step)
-    return Recomputation(again, {tensor: frozenset(steps) for tensor, steps in kept.items()})
+                readers.setdefault(tensor, set()).add(step)
+    return Recomputation(recomputed, {tensor: frozenset(steps) for tensor, steps in readers.items()})
 
 
 def _by_policy(block: Block, names: frozenset[str]) -> Recomputation:
-    again, kept = set[int](), dict[Made, set[int]]()
-    saved = {tensor for name in names for tensor in _results(block, name)}
-    waiting = [(tensor, step) for step in range(len(block)) for tensor in needed(block, step)]
-    while waiting:
-        tensor, reader = waiting.pop()
-        if tensor in saved:
-            kept.setdefault(tensor, set()).add(reader)
-        elif tensor.step != INPUT and tensor.step not in again:
-            again.add(tensor.step)
-            waiting += [(source(block, name, tensor.step), tensor.step) for name in block[tensor.step].reads]
-    return Recomputation(frozenset(again), {tensor: frozenset(steps) for tensor, steps in kept.items()})
+    recomputed, readers = set[int](), dict[Made, set[int]]()
+    saved_tensors = {tensor for name in names for tensor in _results(block, name)}
+    queue = [(tensor, step) for step in range(len(block)) for tensor in needed(block, step)]
+    while queue:
+        tensor, reader = queue.pop()
+        if tensor in saved_tensors:
+            readers.setdefault(tensor, set()).add(reader)
+        elif tensor.step != INPUT and tensor.step not in recomputed:
+            recomputed.add(tensor.step)
+            queue += [(source(block, name, tensor.step), tensor.step) for name in block[tensor.step].reads]
+    return Recomputation(frozenset(recomputed), {tensor: frozenset(steps) for tensor, steps in readers.items()})
 
 
 def _steps_of(block: Block, module: str) -> Iterator[int]:
@@ -94,42 +96,42 @@ def _steps_of(block: Block, module: str) -> Iterator[int]:
     Transformer Engine's norms are part of the next product (megatron/core/models/gpt/gpt_layer_specs.py). Only the
     norms before latent attention and before experts are modules, and are recomputed as `layernorm`.
     """
-    mixture = any(isinstance(each, Route) for each in block)
-    latent = any(isinstance(each, Latents) for each in block)
-    for step, each in enumerate(block):
-        routed = isinstance(each, Routing)
-        shared = (isinstance(each, Linear) and ".shared." in each.name) or (
-            isinstance(each, Activate) and each.index == "shared"
+    mixture = any(isinstance(primitive, Route) for primitive in block)
+    latent = any(isinstance(primitive, Latents) for primitive in block)
+    for step, primitive in enumerate(block):
+        routed = isinstance(primitive, Routing)
+        shared = (isinstance(primitive, Linear) and ".shared." in primitive.name) or (
+            isinstance(primitive, Activate) and primitive.index == "shared"
         )
         dense = not mixture and (
-            (isinstance(each, Linear) and each.name.startswith("mlp.")) or isinstance(each, Activate)
+            (isinstance(primitive, Linear) and primitive.name.startswith("mlp.")) or isinstance(primitive, Activate)
         )
-        found = {
-            "core_attn": isinstance(each, Attend),
-            "layernorm": isinstance(each, Norm) and (latent if each.name == "ln_1" else mixture),
-            "mla_up_proj": isinstance(each, LatentProjection),
-            "moe_act": isinstance(each, ExpertActivate),
+        is_of_module = {
+            "core_attn": isinstance(primitive, Attend),
+            "layernorm": isinstance(primitive, Norm) and (latent if primitive.name == "ln_1" else mixture),
+            "mla_up_proj": isinstance(primitive, LatentProjection),
+            "moe_act": isinstance(primitive, ExpertActivate),
             "mlp": dense,
             "moe": routed or shared,
             "shared_experts": shared,
         }
-        if found[module]:
+        if is_of_module[module]:
             yield step
 
 
 def _results(block: Block, name: str) -> Iterator[Made]:
     """Yield a block's tensors that MaxText calls `name` (src/maxtext/layers/attentions.py, linears.py and moe.py)."""
-    for step, each in enumerate(block):
-        linear = each.name if isinstance(each, Linear | ExpertLinear) else ""
-        if name == "qkv_proj" and isinstance(each, Attend):
-            yield from (source(block, read, step) for read in each.reads)
+    for step, primitive in enumerate(block):
+        linear = primitive.name if isinstance(primitive, Linear | ExpertLinear) else ""
+        if name == "qkv_proj" and isinstance(primitive, Attend):
+            yield from (source(block, read, step) for read in primitive.reads)
         elif (
-            (name == "context" and isinstance(each, Attend))
+            (name == "context" and isinstance(primitive, Attend))
             or (name == "out_proj" and linear == "attn.c_proj")
             or (name == "mlpwi" and linear.startswith("mlp.") and linear.endswith(".c_fc"))
             or (name == "mlpwo" and linear.startswith("mlp.") and linear.endswith(".c_proj"))
         ):
-            yield from (Made(made, step) for made in each.makes)
+            yield from (Made(tensor, step) for tensor in primitive.makes)
 
 
 @dataclass(frozen=True)
@@ -165,35 +167,37 @@ def recomputed_in(
     """
     run, last = runs[layer], len(runs[layer].steps)
     entering = Made(run.inputs[0], INPUT)
-    again, inside, kept = set[int](), set[int](), set[Made]()
+    recomputed, inside_steps, kept_tensors = set[int](), set[int](), set[Made]()
     keeps_input = False
     for block in dict.fromkeys(step.block for step in run.steps):
         steps = places.get(block, ())
         primitives = tuple(runs[at].all_steps[number].primitive for at, number in steps)
-        found = recomputation(primitives, word)
-        own = {place: number for place, (at, number) in enumerate(steps) if at == layer}
-        again |= {own[each] for each in found.again if each in own}
-        inside |= {number for number in own.values() if number < last}
-        for tensor, readers in found.kept.items():
-            here = [own[each] for each in readers if own.get(each, last) < last]
-            reading = [number for number in here if tensor.name in run.primitives[number].reads]
+        block_recomputation = recomputation(primitives, word)
+        layer_steps = {place: number for place, (at, number) in enumerate(steps) if at == layer}
+        recomputed |= {layer_steps[block_step] for block_step in block_recomputation.again if block_step in layer_steps}
+        inside_steps |= {number for number in layer_steps.values() if number < last}
+        for tensor, readers in block_recomputation.kept.items():
+            reading_steps = [
+                layer_steps[block_step] for block_step in readers if layer_steps.get(block_step, last) < last
+            ]
+            reading = [number for number in reading_steps if tensor.name in run.primitives[number].reads]
             keeps_input |= any(run.read(tensor.name, number) == entering for number in reading)
-            if here and own.get(tensor.step, last) < last:
-                kept.add(Made(tensor.name, own[tensor.step]))
-        for place, number in own.items():  # the input of the block, which this layer may compute
+            if reading_steps and layer_steps.get(tensor.step, last) < last:
+                kept_tensors.add(Made(tensor.name, layer_steps[tensor.step]))
+        for place, number in layer_steps.items():  # the input of the block, which this layer may compute
             primitive = primitives[place]
-            names = primitive.reads if place in found.again else primitive.keeps()
+            names = primitive.reads if place in block_recomputation.again else primitive.keeps()
             for name in names:
                 if number < last and name in primitive.reads and source(primitives, name, place).step == INPUT:
-                    made = run.read(name, number)
-                    keeps_input |= made == entering
-                    kept |= {made} if made.step != INPUT else set()
-    outside = (number for number in range(last) if number not in inside)
-    keeps_input |= any(entering in needed(run.primitives, number) for number in outside)
+                    tensor_read = run.read(name, number)
+                    keeps_input |= tensor_read == entering
+                    kept_tensors |= {tensor_read} if tensor_read.step != INPUT else set()
+    outside_steps = (number for number in range(last) if number not in inside_steps)
+    keeps_input |= any(entering in needed(run.primitives, number) for number in outside_steps)
     return LayerRecomputation(
-        frozenset(again - {last}),
-        frozenset(inside),
-        frozenset(kept),
+        frozenset(recomputed - {last}),
+        frozenset(inside_steps),
+        frozenset(kept_tensors),
         keeps_input,
-        last in again and run.attend is not None,
+        last in recomputed and run.attend is not None,
     )

@@ -73,7 +73,7 @@ class PassCosts:
     def _compute(self, line: Candidate, recompute: str) -> LayerCosts:
         """Return the costs of a line's layers: resolve its plan with one pipeline stage, and price each layer."""
         workload, plan = self.problem.workload(line), line.plan
-        repeated, model = workload.repeated.alike[:-1], workload.sample.cut
+        repeated, model = workload.repeated.sample_layers[:-1], workload.sample.cut
         alone = Plan(
             replace(plan.mesh, pp=1, dp_replicate=1, dp_shard=1),
             sequence_parallel=plan.sequence_parallel,

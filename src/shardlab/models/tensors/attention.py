@@ -46,13 +46,13 @@ def attend(
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
     mixed = q.new_zeros(*q.shape[:-1], primitive.value_size)
     lse = q.new_full(q.shape[:-1], float("-inf"))
-    for rows, seen in _visible(tokens, key_tokens):
-        scores = _scores(q[..., rows, :], k[..., seen, :], tokens[rows], key_tokens[seen])
+    for rows, columns in _visible(tokens, key_tokens):
+        scores = _scores(q[..., rows, :], k[..., columns, :], tokens[rows], key_tokens[columns])
         lse[..., rows] = scores.logsumexp(-1)
         weights = (scores - _finite(lse[..., rows])[..., None]).exp_()
         if mask is not None:
-            weights = weights * _grouped(primitive, mask)[..., rows, seen]
-        mixed[..., rows, :] = weights @ v[..., seen, :]
+            weights = weights * _grouped(primitive, mask)[..., rows, columns]
+        mixed[..., rows, :] = weights @ v[..., columns, :]
     return torch.cat([_tokens(mixed), _tokens(lse[..., None])], -1)
 
 
@@ -62,7 +62,9 @@ def merge(primitive: Attend, a: Tensor, b: Tensor) -> Tensor:
     lse_a, lse_b = a[..., c:], b[..., c:]
     lse = torch.logaddexp(lse_a, lse_b)
     shift = _finite(lse)
-    share_a, share_b = ((each - shift).exp_().repeat_interleave(primitive.value_size, -1) for each in (lse_a, lse_b))
+    share_a, share_b = (
+        (part_lse - shift).exp_().repeat_interleave(primitive.value_size, -1) for part_lse in (lse_a, lse_b)
+    )
     return torch.cat([(a[..., :c] * share_a).add_(b[..., :c] * share_b), lse], -1)
 
 
@@ -85,24 +87,24 @@ def attend_backward(
     c = primitive.result_width
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
     parts = attention_output[..., :c], attention_output[..., c:]
-    mixed, lse = (_heads(primitive, each, primitive.heads) for each in parts)
+    mixed, lse = (_heads(primitive, part, primitive.heads) for part in parts)
     grad = _heads(primitive, gradient[..., :c], primitive.heads)
     inner = (grad * mixed).sum(-1, keepdim=True)
     grad_q = torch.zeros_like(q)
-    grad_k, grad_v = (q.new_zeros(each.shape) for each in (k, v))
+    grad_k, grad_v = (q.new_zeros(part.shape) for part in (k, v))
     scale = q.shape[-1] ** -0.5
-    for rows, seen in _visible(tokens, key_tokens):
-        scores = _scores(q[..., rows, :], k[..., seen, :], tokens[rows], key_tokens[seen])
+    for rows, columns in _visible(tokens, key_tokens):
+        scores = _scores(q[..., rows, :], k[..., columns, :], tokens[rows], key_tokens[columns])
         weights = (scores - lse[..., rows, :]).exp_()
-        grad_weights = grad[..., rows, :] @ v[..., seen, :].mT
+        grad_weights = grad[..., rows, :] @ v[..., columns, :].mT
         dropped = weights
         if mask is not None:
-            kept = _grouped(primitive, mask)[..., rows, seen]
-            dropped, grad_weights = weights * kept, grad_weights * kept
-        grad_v[..., seen, :] += (dropped.mT @ grad[..., rows, :]).sum(2, keepdim=True)
+            mask_part = _grouped(primitive, mask)[..., rows, columns]
+            dropped, grad_weights = weights * mask_part, grad_weights * mask_part
+        grad_v[..., columns, :] += (dropped.mT @ grad[..., rows, :]).sum(2, keepdim=True)
         grad_scores = weights * (grad_weights - inner[..., rows, :]) * scale
-        grad_q[..., rows, :] = grad_scores @ k[..., seen, :]
-        grad_k[..., seen, :] += (grad_scores.mT @ q[..., rows, :]).sum(2, keepdim=True)
+        grad_q[..., rows, :] = grad_scores @ k[..., columns, :]
+        grad_k[..., columns, :] += (grad_scores.mT @ q[..., rows, :]).sum(2, keepdim=True)
     grad_keys_values = torch.cat([_tokens(grad_k), _tokens(grad_v)], -1)
     return _tokens(grad_q).to(queries.dtype), grad_keys_values.to(keys_values.dtype)
 
@@ -114,7 +116,7 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Ten
     """
     rows, heads, tokens, size = q.shape
     future = q.new_full((tokens, tokens), float("-inf")).triu_(1)
-    q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=size**-0.5)
     return torch.bmm(scores.softmax(-1) * mask.flatten(0, 1), v).view(rows, heads, tokens, -1)
 
@@ -165,8 +167,10 @@ def rotations(
     rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     if scaling is not None:
         factor, low, high, context = scaling
-        kept = ((context * rates / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # by rotations within the context
-        rates = rates * (kept + (1 - kept) / factor)
+        unscaled = ((context * rates / (2 * math.pi) - low) / (high - low)).clamp(
+            0, 1
+        )  # by rotations within the context
+        rates = rates * (unscaled + (1 - unscaled) / factor)
     angles = torch.tensor(tokens, dtype=torch.float64)[:, None, None] * rates
     return torch.polar(torch.ones_like(angles), angles).to(device, dtype.to_complex())
 
@@ -203,10 +207,10 @@ def can_cache(model: Model) -> bool:
 
     Routing makes tokens interact if experts have a limited capacity.
     """
-    mixing = [each for run in model.runs for each in run.primitives if each.mixes_tokens]
+    mixing = [primitive for run in model.runs for primitive in run.primitives if primitive.mixes_tokens]
     return all(
-        isinstance(each, Attend) or (isinstance(each, Routing) and each.router.capacity_factor is None)
-        for each in mixing
+        isinstance(primitive, Attend) or (isinstance(primitive, Routing) and primitive.router.capacity_factor is None)
+        for primitive in mixing
     )
 
 
@@ -242,8 +246,8 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
 def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
     """Yield, for each run of consecutive queries, the slice of them and of the keys not later than the last of them."""
     for start, stop in consecutive_runs(tokens):
-        if seen := bisect_right(key_tokens, tokens[stop - 1]):
-            yield slice(start, stop), slice(seen)
+        if visible := bisect_right(key_tokens, tokens[stop - 1]):
+            yield slice(start, stop), slice(visible)
 
 
 def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[int]) -> Tensor:
@@ -251,7 +255,7 @@ def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[in
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     if key_tokens[-1] <= tokens[0]:
         return scores
-    places, key_places = (index_tensor(q.device, _hashable(each)) for each in (tokens, key_tokens))
+    places, key_places = (index_tensor(q.device, _hashable(positions)) for positions in (tokens, key_tokens))
     return scores.masked_fill_(key_places > places[:, None], float("-inf"))
 
 

@@ -168,8 +168,8 @@ def _(primitive: LatentProjection, operands: Operands) -> tuple[Tensor, ...]:
     q = F.linear(inputs, parameters["attn.latent_q.weight"]).unflatten(-1, (heads, -1))
     rotated, plain = q.split_with_sizes((sizes.rope_dim, sizes.nope_dim), -1)
     rotated = rotate(rotated.flatten(-2), turns, heads).unflatten(-1, (heads, -1))
-    made = F.linear(latent, parameters["attn.latent_kv.weight"])
-    keys, values = made.split_with_sizes((heads * sizes.nope_dim, heads * sizes.value_dim), -1)
+    projected = F.linear(latent, parameters["attn.latent_kv.weight"])
+    keys, values = projected.split_with_sizes((heads * sizes.nope_dim, heads * sizes.value_dim), -1)
     key = rotate(shared, turns, 1).unsqueeze(-2).expand(*shared.shape[:-1], heads, sizes.rope_dim)
     keys = torch.cat([key, keys.unflatten(-1, (heads, -1))], -1)
     return torch.cat([rotated, plain], -1).flatten(-2), torch.cat([keys.flatten(-2), values], -1)
@@ -207,13 +207,13 @@ def _(primitive: Attend, operands: Operands) -> tuple[Tensor, ...]:
         k, v = (part.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for part in parts)
     if operands.factor is None:
         earlier = kv.shape[1] - tokens
-        seen = q.new_ones(tokens, kv.shape[1], dtype=torch.bool).tril(earlier) if earlier > 0 and tokens > 1 else None
+        mask = q.new_ones(tokens, kv.shape[1], dtype=torch.bool).tril(earlier) if earlier > 0 and tokens > 1 else None
         grouped = kv_heads < heads
-        mixed = F.scaled_dot_product_attention(q, k, v, seen, is_causal=not earlier, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not earlier, enable_gqa=grouped)
     else:
         if kv_heads < heads:
             q = q.clone()  # so that autograd saves only this, not all features
-            k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
+            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
         mixed = attention_with_dropout(q, k, v, operands.factor)
     return (mixed.transpose(1, 2).flatten(2),)
 
@@ -296,9 +296,9 @@ def local_indices(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tenso
 
 def mask_padding(logits: Tensor, tokens: int, share: Share) -> Tensor:
     """Set the scores (..., tokens of the slice) of padding beyond a vocabulary of `tokens` to -inf, in place."""
-    each = logits.shape[-1]
-    real = max(0, tokens - share.piece("vocab")[0] * each)
-    if real < each:
+    width = logits.shape[-1]
+    real = max(0, tokens - share.piece("vocab")[0] * width)
+    if real < width:
         logits[..., real:].fill_(float("-inf"))
     return logits
 
@@ -343,12 +343,16 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Autograd cannot differentiate it.
     """
-    return onednn_linear(x, weight, bias) if _chosen(x, weight, bias is not None, False) else F.linear(x, weight, bias)
+    return (
+        onednn_linear(x, weight, bias)
+        if _uses_onednn(x, weight, bias is not None, False)
+        else F.linear(x, weight, bias)
+    )
 
 
 def linear_backward(gradient: Tensor, weight: Tensor) -> Tensor:
     """Turn the gradient of a linear map's output into that of its input."""
-    return onednn_linear(gradient, weight.T) if _chosen(gradient, weight, False, True) else gradient @ weight
+    return onednn_linear(gradient, weight.T) if _uses_onednn(gradient, weight, False, True) else gradient @ weight
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -357,16 +361,16 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 @contextmanager
-def kernel_choices(chosen: Mapping[Product, bool]) -> Generator[None, None, None]:
+def kernel_choices(choices: Mapping[Product, bool]) -> Generator[None, None, None]:
     """Use these kernel choices instead of all others inside of the context."""
-    before = KERNEL_CHOICES.copy()
+    previous = KERNEL_CHOICES.copy()
     KERNEL_CHOICES.clear()
-    KERNEL_CHOICES.update(chosen)
+    KERNEL_CHOICES.update(choices)
     try:
         yield
     finally:
         KERNEL_CHOICES.clear()
-        KERNEL_CHOICES.update(before)
+        KERNEL_CHOICES.update(previous)
 
 
 def is_onednn_faster(product: Product) -> bool:
@@ -374,7 +378,7 @@ def is_onednn_faster(product: Product) -> bool:
     if not AVAILABLE or not torch.backends.mkldnn.enabled:
         return False
     turns = time_kernels(product, REPEATS, BUDGET)
-    return median(onednn / own for onednn, own in turns) < GAIN
+    return median(onednn / plain for onednn, plain in turns) < GAIN
 
 
 def time_kernels(product: Product, turns: range, budget: float) -> list[tuple[float, float]]:
@@ -521,7 +525,7 @@ class _WithLoss(torch.autograd.Function):
         return gradients[0], ctx.like * (ctx.share.gradient_scale / ctx.share.step_microbatches), None
 
 
-def _chosen(x: Tensor, weight: Tensor, bias: bool, backward: bool) -> bool:
+def _uses_onednn(x: Tensor, weight: Tensor, bias: bool, backward: bool) -> bool:
     """Return whether oneDNN computes a product. Record a large one in float32 on a CPU, to choose its kernel."""
     if weight.numel() < LARGE or x.dtype != torch.float32 or x.device.type != "cpu":
         return False

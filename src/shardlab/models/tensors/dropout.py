@@ -59,13 +59,13 @@ class Dropout:
         """
         rows, count = shape[0], len(self.microbatches)
         assert rows % count == 0, f"{rows} rows do not hold {count} microbatches of equal size"
-        kept = torch.empty(shape, dtype=torch.bool)
-        for microbatch, drawn in zip(self.microbatches, kept.chunk(count), strict=True):
+        mask = torch.empty(shape, dtype=torch.bool)
+        for microbatch, part_mask in zip(self.microbatches, mask.chunk(count), strict=True):
             generator = make_generator("dropout", self.seed, self.step, self.layer, microbatch, site)
-            drawn.bernoulli_(1 - self.probability, generator=generator)
+            part_mask.bernoulli_(1 - self.probability, generator=generator)
         if part is not None:
-            kept = kept.index_select(dim, torch.tensor(part))
-        return kept.to(like.device, like.dtype).mul_(1 / (1 - self.probability))
+            mask = mask.index_select(dim, torch.tensor(part))
+        return mask.to(like.device, like.dtype).mul_(1 / (1 - self.probability))
 
 
 def make_generator(purpose: str, *numbers: int) -> torch.Generator:
@@ -127,8 +127,8 @@ def _(primitive: Attend, inputs: FactorInputs) -> Tensor | None:
         return None
     number, of = inputs.share.piece("head")
     heads, tokens = primitive.heads // of, inputs.tokens(primitive)
-    whole, here = (inputs.rows, primitive.heads, tokens, tokens), range(number * heads, (number + 1) * heads)
-    return inputs.dropout.mask(DropoutSite.ATTENTION, whole, inputs.like, 1, here)
+    whole, positions = (inputs.rows, primitive.heads, tokens, tokens), range(number * heads, (number + 1) * heads)
+    return inputs.dropout.mask(DropoutSite.ATTENTION, whole, inputs.like, 1, positions)
 
 
 @make_factor.register(Projection)
@@ -140,9 +140,9 @@ def _(primitive: Projection | HeadNorm | LatentProjection, inputs: FactorInputs)
         return None
     latent = isinstance(primitive, LatentProjection)
     tokens, size = inputs.share.tokens, primitive.sizes.rope_dim if latent else primitive.head_dim
-    here = range(inputs.length) if tokens is None else tokens if isinstance(tokens, range) else tuple(tokens)
+    positions = range(inputs.length) if tokens is None else tokens if isinstance(tokens, range) else tuple(tokens)
     exact = torch.promote_types(inputs.like.dtype, torch.float32)
-    return rotations(primitive.rope_theta, primitive.rope_scaling, size, here, exact, inputs.like.device)
+    return rotations(primitive.rope_theta, primitive.rope_scaling, size, positions, exact, inputs.like.device)
 
 
 def _of_tokens(primitive: Add | Embed, site: DropoutSite, inputs: FactorInputs) -> Tensor | None:

@@ -67,8 +67,8 @@ class TokenSampling:
         if self.top_k is not None:
             values[self.top_k :] = 0
         if self.top_p < 1:
-            before = values.cumsum(0) - values
-            values[before >= self.top_p * values.sum()] = 0
+            cumulative = values.cumsum(0) - values
+            values[cumulative >= self.top_p * values.sum()] = 0
         drawn_from = torch.zeros_like(values).scatter_(0, tokens, values)
         return int(torch.multinomial(drawn_from, 1, generator=generator))
 
@@ -98,13 +98,14 @@ class TextGenerator:
         blocks: range | None = None,
     ) -> None:
         self._model, self._choice = model, choice
-        here, layers = range(model.layers) if blocks is None else blocks, make_layers(model)
-        self._layers = [layers[block] for block in here]
+        own_blocks, layers = range(model.layers) if blocks is None else blocks, make_layers(model)
+        self._layers = [layers[block] for block in own_blocks]
         self._device = flats[0].device
         self._parameters = [
-            [*parameter_views(model.layout(block), flats[block]), *_borrowed(model, block, flats[0])] for block in here
+            [*parameter_views(model.layout(block), flats[block]), *_borrowed(model, block, flats[0])]
+            for block in own_blocks
         ]
-        self._caches = [KeyValueCache() for _ in here] if cached and can_cache(model) else None
+        self._caches = [KeyValueCache() for _ in own_blocks] if cached and can_cache(model) else None
         self._text: list[int] = []
         self._unread: list[int] = []
         self._generator = make_generator("generate", choice.seed)
@@ -132,9 +133,9 @@ class TextGenerator:
             self._caches = None
         if self._caches is None:
             start = 0
-        seen = self._text[start:][-self._model.seq_len :]
-        x = torch.tensor(seen, device=self._device)[None]
-        return self.compute(x, Share(tokens=range(start, start + len(seen))))[0, -len(tokens) :]
+        context = self._text[start:][-self._model.seq_len :]
+        x = torch.tensor(context, device=self._device)[None]
+        return self.compute(x, Share(tokens=range(start, start + len(context))))[0, -len(tokens) :]
 
     def compute(self, x: Tensor, share: Share) -> Tensor:
         """Compute the last block's output (1, tokens, features) for the tokens (1, tokens) after the cached ones."""

@@ -131,7 +131,7 @@ class TensorLayer:
     def _factors(self) -> list[Callable[..., Tensor | None] | None]:
         """Functions that compute the steps' factors; None for a step without one."""
         functions = [make_factor.dispatch(type(primitive)) for primitive in self.layer.primitives]
-        return [None if each is make_factor.dispatch(object) else each for each in functions]
+        return [None if function is make_factor.dispatch(object) else function for function in functions]
 
     @property
     def _dropped(self) -> list[set[str]]:
@@ -156,7 +156,7 @@ class TensorLayer:
         if self.layer.attend is not None:  # queries, and keys and values, are views of one tensor
             return first.clone(), *(tensors[name].clone() for name in self.layer.outputs[1:])
         carried = [[tensors[name] for name in names] for names in self.layer.carried_outputs.values()]
-        return first, *(each[0] if len(each) == 1 else _side_by_side(each, first.dtype) for each in carried)
+        return first, *(parts[0] if len(parts) == 1 else _side_by_side(parts, first.dtype) for parts in carried)
 
 
 def make_layers(model: Model) -> list[TensorLayer]:
@@ -188,8 +188,10 @@ class CompiledLayer(TensorLayer):
         """Compute the layer's outputs (see `TensorLayer.run`). The compiler chooses the tensors to save."""
         assert cache is None, "compiled layers keep no cache of keys and values"
         factors = list(self.factors(parameters, inputs, share, dropout))
-        tensors = [torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None]
-        function = self._function(share, tuple(each is not None for each in factors))
+        tensors = [
+            torch.view_as_real(factor) if factor.is_complex() else factor for factor in factors if factor is not None
+        ]
+        function = self._function(share, tuple(factor is not None for factor in factors))
         if self.layer.affine:  # a tensor, so that a new scale needs no new graph
             device = inputs[0].device
             tensors.append(torch.full((), float(share.gradient_scale), dtype=torch.float64, device=device))
@@ -211,7 +213,7 @@ def compile_layers(model: Model) -> list[TensorLayer]:
 
 
 def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([each.to(dtype) for each in tensors], -1)
+    return torch.cat([tensor.to(dtype) for tensor in tensors], -1)
 
 
 def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Compiled:
@@ -232,7 +234,7 @@ def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Co
 
     # torch.compile limits the number of graphs of each code object, so every kind of layer gets its own code object.
     code = traced.__code__.replace(co_name=f"layer_{layer.layer.name.replace('-', '_')}")
-    own = FunctionType(code, traced.__globals__, code.co_name, None, traced.__closure__)
+    function = FunctionType(code, traced.__globals__, code.co_name, None, traced.__closure__)
     # Products in float32 stay in float32 on a GPU. Torch recommends TF32, whose fraction has 10 bits.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)

@@ -60,19 +60,19 @@ def scores_gradient(router: Router, share: Share, gradient: Tensor, probabilitie
         total = top.sum(-1, keepdim=True)
         gradient = (gradient - (gradient * top).sum(-1, keepdim=True) / total) / total
     of_probabilities = torch.zeros_like(probabilities).scatter_(-1, choices, gradient)
-    auxiliary, here = router.auxiliary * share.gradient_scale / share.step_microbatches, local_experts(router, share)
+    auxiliary, local = router.auxiliary * share.gradient_scale / share.step_microbatches, local_experts(router, share)
     parts = zip(of_probabilities.chunk(share.microbatches), choices.chunk(share.microbatches), strict=True)
     for part, part_choices in parts:
         experts, tokens = part.shape[-1], part_choices[..., 0].numel()
-        part[..., here] += auxiliary * experts / tokens * _shares(part_choices, part)[here]
+        part[..., local] += auxiliary * experts / tokens * _shares(part_choices, part)[local]
     mean = (of_probabilities * probabilities).sum(-1, keepdim=True)
     return probabilities * (of_probabilities - mean)
 
 
 def local_experts(router: Router, share: Share) -> list[int]:
     """Return the numbers of the experts to which a rank sends tokens, or whose results it has."""
-    each = router.experts // share.experts.of
-    return [part * each + expert for part in bits(share.experts.mask) for expert in range(each)]
+    experts_per_rank = router.experts // share.experts.of
+    return [part * experts_per_rank + expert for part in bits(share.experts.mask) for expert in range(experts_per_rank)]
 
 
 class _Choose(torch.autograd.Function):
@@ -103,15 +103,15 @@ def assign_slots(router: Router, choices: Tensor, share: Share) -> Tensor:
         Slots of the same shape, int32, counted over all microbatches; -1 if the expert is full or not local.
     """
     slots: list[Tensor] = []
-    here = local_experts(router, share)
+    local = local_experts(router, share)
     places = torch.full((router.experts,), -1, device=choices.device)
-    places[here] = torch.arange(len(here), device=choices.device)
+    places[local] = torch.arange(len(local), device=choices.device)
     for microbatch, part in enumerate(choices.long().chunk(share.microbatches)):
         capacity = router.capacity(part[..., 0].numel())
         in_turn = part.flatten(0, -2).t().flatten()  # first choices of all tokens, then second ones
         earlier = F.one_hot(in_turn, router.experts).cumsum(0).gather(1, in_turn[:, None])[:, 0] - 1
         place = places[in_turn]
-        slot = (microbatch * len(here) + place) * capacity + earlier
+        slot = (microbatch * len(local) + place) * capacity + earlier
         slot = slot.masked_fill((earlier >= capacity) | (place < 0), -1)
         slots.append(slot.view(router.top_k, -1).t().reshape(part.shape))
     return torch.cat(slots).to(torch.int32)
@@ -137,14 +137,14 @@ def scatter_to_slots(values: Tensor, slots: Tensor, shape: tuple[int, ...]) -> T
     size, choices = shape[0] * shape[1], torch.arange(count, device=slots.device)
     source = choices.new_full((size + 1,), -1)  # the last place is for choices without a slot
     source[torch.where(slots < 0, size, slots).flatten().long()] = choices
-    found = values[source[:-1].clamp_min(0) // (count // len(values))]
-    return found.masked_fill_((source[:-1] < 0)[:, None], 0).view(*shape, -1)
+    buffers = values[source[:-1].clamp_min(0) // (count // len(values))]
+    return buffers.masked_fill_((source[:-1] < 0)[:, None], 0).view(*shape, -1)
 
 
 def gather_slots(buffers: Tensor, slots: Tensor) -> Tensor:
     """Return the buffers' values in the slots, (..., top_k, C); zero for a choice without a slot."""
-    found = buffers.flatten(0, 1)[slots.long().clamp_min(0)]
-    return found.masked_fill_((slots < 0)[..., None], 0)
+    values = buffers.flatten(0, 1)[slots.long().clamp_min(0)]
+    return values.masked_fill_((slots < 0)[..., None], 0)
 
 
 def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -155,10 +155,10 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: (experts, outputs, inputs).
         bias: (experts, outputs), padded with zeros if it is sliced (`pad_bias`); None for no bias.
     """
-    made = torch.cat([torch.bmm(part, weight.transpose(1, 2)) for part in torch.split(x, len(weight))])
+    output = torch.cat([torch.bmm(part, weight.transpose(1, 2)) for part in torch.split(x, len(weight))])
     if bias is not None:
-        made.view(-1, *bias.shape[:1], *made.shape[1:]).add_(bias[:, None])
-    return made
+        output.view(-1, *bias.shape[:1], *output.shape[1:]).add_(bias[:, None])
+    return output
 
 
 def pad_bias(bias: Tensor, share: Share) -> Tensor:

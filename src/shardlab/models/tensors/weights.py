@@ -62,8 +62,8 @@ def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> 
     for parameter, view in zip(layout.parameters, parameter_views(layout, flat), strict=True):
         if parameter.decayed:
             scale = math.sqrt(2 * model.layers) if parameter.name.endswith("c_proj.weight") else 1
-            drawn = torch.empty(parameter.shape, dtype=torch.float64)
-            view.copy_(drawn.normal_(0, DEVIATION / scale, generator=generator))
+            exact = torch.empty(parameter.shape, dtype=torch.float64)
+            view.copy_(exact.normal_(0, DEVIATION / scale, generator=generator))
         elif parameter.name.endswith("weight"):
             view.fill_(1)
     return flat
@@ -91,7 +91,10 @@ def named_views(layout: LayerLayout, flat: Tensor) -> dict[str, Tensor]:
 def add_borrowed(model: Model, parameters: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """Append to each layer's parameters those that it borrows from the first layer."""
     first = dict(zip((p.name for p in model.layout(0).parameters), parameters[0], strict=True))
-    return [[*own, *(first[name] for name in model.borrowed(layer))] for layer, own in enumerate(parameters)]
+    return [
+        [*layer_parameters, *(first[name] for name in model.borrowed(layer))]
+        for layer, layer_parameters in enumerate(parameters)
+    ]
 
 
 def pad_runs(layout: LayerLayout, flat: Tensor, length: int) -> Tensor:
@@ -114,10 +117,10 @@ def to_blocks(model: CutModel, layers: Sequence[Tensor]) -> list[Tensor]:
     """
     layouts = [model.whole.layout(block) for block in range(model.whole.layers)]
     wholes = [torch.zeros(layout.numel, dtype=layers[0].dtype, device=layers[0].device) for layout in layouts]
-    named = [named_views(layout, flat) for layout, flat in zip(layouts, wholes, strict=True)]
+    views = [named_views(layout, flat) for layout, flat in zip(layouts, wholes, strict=True)]
     for layer, flat in enumerate(layers):
         for block, parameter, whole in whole_parameters(model, layer, flat):
-            named[block][parameter.name].copy_(whole)
+            views[block][parameter.name].copy_(whole)
     return wholes
 
 
@@ -138,13 +141,13 @@ def whole_parameters(model: Model, layer: int, flat: Tensor) -> Iterator[tuple[i
 def layer_weights(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:
     """Copy one cut layer's flat buffer from `wholes`: by number, the flat buffers of the blocks with its parameters."""
     layout, run = model.layout(layer), model.run(layer)
-    named = {block: named_views(model.whole.layout(block), flat) for block, flat in wholes.items()}
+    views = {block: named_views(model.whole.layout(block), flat) for block, flat in wholes.items()}
     like = next(iter(wholes.values()))
     flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
     for slice, run_of_slice in enumerate(flat.chunk(layout.slices)):
-        mine = named_views(layout, run_of_slice)
+        slice_views = named_views(layout, run_of_slice)
         for block, parameter in run.parameters():
-            _take(mine[parameter.name], named[block][parameter.name], cuts_of(run, parameter, slice))
+            _take(slice_views[parameter.name], views[block][parameter.name], cuts_of(run, parameter, slice))
     return flat
 
 
@@ -241,7 +244,7 @@ class TensorFiles:
         self._opened = {path: _open(path) for path in paths}
         self._file = {name: file for file in self._opened.values() for name in cast(list[str], file.keys())}
         self._mapped = {path: _map(path) for path in paths}
-        self._bytes = {name: each for mapped in self._mapped.values() for name, each in _tensors(mapped)}
+        self._bytes = {name: bytes for mapped in self._mapped.values() for name, bytes in _tensors(mapped)}
         self._all.add(self)
 
     @property
@@ -259,10 +262,10 @@ class TensorFiles:
         Raises:
             UserError: if it is not a floating-point dtype of 16 bits or more.
         """
-        written = self._file[name].get_slice(name).get_dtype()
-        if written not in DTYPES:
-            raise UserError(f"tensor {name} is in {written}; weights are exchanged in {', '.join(DTYPES)}")
-        return DTYPES[written]
+        name_in_file = self._file[name].get_slice(name).get_dtype()
+        if name_in_file not in DTYPES:
+            raise UserError(f"tensor {name} is in {name_in_file}; weights are exchanged in {', '.join(DTYPES)}")
+        return DTYPES[name_in_file]
 
     def read(self, name: str, *where: slice | int) -> Tensor:
         """Read the part `where` of a tensor, or all of it if `where` is empty."""
@@ -272,7 +275,7 @@ class TensorFiles:
         TensorFiles._read_bytes += part.nbytes
         if TensorFiles._read_bytes >= RELEASED_BYTES:
             TensorFiles._read_bytes = 0
-            for mapped in [each for files in self._all for each in files._mapped.values()]:
+            for mapped in [mapping for files in self._all for mapping in files._mapped.values()]:
                 mapped.madvise(mmap.MADV_DONTNEED)
         return torch.from_numpy(part).view(dtype)
 
@@ -323,9 +326,9 @@ def _take(piece: Tensor, whole: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None
 def _put(whole: Tensor, piece: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
     """Copy a piece to its position in the whole."""
     places = {cut.dim: cut_positions(whole.shape[cut.dim], cut, number) for cut, number in cuts}
-    every = [places.get(dim, torch.arange(length)) for dim, length in enumerate(whole.shape)]
-    here = tuple(slice(len(each)) for each in every)
-    whole[torch.meshgrid(*every, indexing="ij")] = piece[here]
+    index_lists = [places.get(dim, torch.arange(length)) for dim, length in enumerate(whole.shape)]
+    real = tuple(slice(len(indices)) for indices in index_lists)
+    whole[torch.meshgrid(*index_lists, indexing="ij")] = piece[real]
 
 
 def _piece(
@@ -337,16 +340,16 @@ def _piece(
         places[cut.dim] = cut_positions(whole.shape[cut.dim], cut, number)
     *experts, rows, columns = places if len(places) > 1 else (*places, torch.arange(1))
     _, length, width = matrix_of(piece)
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for matrix in range(first // (length * width), -(-last // (length * width))):
         low, high = (min(max(end - matrix * length * width, 0), length * width) for end in (first, last))
         top, bottom = low // width, -(-high // width)
-        here = torch.zeros(bottom - top, width, dtype=source.dtype(block, whole))
-        mine = rows[top:bottom]
+        part = torch.zeros(bottom - top, width, dtype=source.dtype(block, whole))
+        own_rows = rows[top:bottom]
         expert = int(experts[0][matrix]) if experts else 0
-        here[: len(mine), : len(columns)] = source.read(block, whole, expert, mine, columns)
-        found.append(here.flatten()[low - top * width : high - top * width])
-    return torch.cat(found)
+        part[: len(own_rows), : len(columns)] = source.read(block, whole, expert, own_rows, columns)
+        parts.append(part.flatten()[low - top * width : high - top * width])
+    return torch.cat(parts)
 
 
 def _open(path: Path) -> Any:

@@ -42,7 +42,7 @@ def test_every_stage_of_a_short_model_keeps_a_few_blocks(pp: int) -> None:
     model = shorten(whole, 0)
     assert len(model.gaps) == pp
     assert len(model.sizes.blocks) - 1 == 80 - left_out(model)
-    assert max(gap.stop - gap.start for gap in model.gaps) <= 10 * whole.repeated.each
+    assert max(gap.stop - gap.start for gap in model.gaps) <= 10 * whole.repeated.block_layers
     bounds = model.plan.bounds(model_layers(model.sizes).pipeline_units)
     assert len(bounds) == pp + 1
     assert [model.whole_layer[start] for start in model.starts[:-1]] == [stage.start for stage in model.stages]
@@ -53,7 +53,7 @@ def test_the_layers_of_a_short_model_are_identical_to_those_that_they_stand_for(
     model = shorten(whole, 0)
     assert left_out(model) > 20
     for layer, number in enumerate(model.whole_layer):
-        assert model.sample_layer[layer] == whole.repeated.alike[number]
+        assert model.sample_layer[layer] == whole.repeated.sample_layers[number]
 
 
 def test_no_block_is_left_out_of_short_stages_or_without_extra_blocks() -> None:

@@ -59,11 +59,11 @@ class SavedTensors:
                 return ParameterView(number, tensor.shape, tensor.stride(), (place - begin) // tensor.itemsize)
         return tensor.detach()  # otherwise tensor and graph would keep each other alive
 
-    def unpack(self, kept: Tensor | ParameterView) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        weight = self.weights[kept.weight]
-        return weight.as_strided(kept.size, kept.stride, weight.storage_offset() + kept.offset)
+    def unpack(self, tensor: Tensor | ParameterView) -> Tensor:
+        if isinstance(tensor, Tensor):
+            return tensor
+        weight = self.weights[tensor.weight]
+        return weight.as_strided(tensor.size, tensor.stride, weight.storage_offset() + tensor.offset)
 
 
 class AutogradGraph:
@@ -76,14 +76,14 @@ class AutogradGraph:
     """
 
     def __init__(self, function: Function, weights: Weights, inputs: Sequence[Tensor]) -> None:
-        self._saved = SavedTensors(weights)
+        self._saved_tensors = SavedTensors(weights)
         self._weights = [weight.detach().requires_grad_() for weight in weights]
         self._inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-        with torch.enable_grad(), saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+        with torch.enable_grad(), saved_tensors_hooks(self._saved_tensors.pack, self._saved_tensors.unpack):
             outputs = function(self._weights, self._inputs)
-        self._saved.weights = ()
-        self._edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
-        self._outputs = [each.detach() for each in outputs]  # before the leaves are emptied, which may be outputs
+        self._saved_tensors.weights = ()
+        self._edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        self._outputs = [output.detach() for output in outputs]  # before the leaves are emptied, which may be outputs
         for leaf in (*self._weights, *self._inputs):
             if leaf.requires_grad:  # autograd has saved what it needs; the leaf only receives its gradient
                 leaf.data = leaf.new_empty(1).expand(leaf.shape)
@@ -100,35 +100,43 @@ class AutogradGraph:
             weights: the parameters, which may have other addresses than in the forward pass.
             gradients: gradients of the outputs.
         """
-        self._saved.weights = weights
-        pairs = [(edge, each) for edge, each in zip(self._edges, gradients, strict=True) if edge and each is not None]
+        self._saved_tensors.weights = weights
+        pairs = [
+            (edge, gradient)
+            for edge, gradient in zip(self._edges, gradients, strict=True)
+            if edge and gradient is not None
+        ]
         leaves = [*self._inputs, *self._weights]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        differentiable = [leaf for leaf in leaves if leaf.requires_grad]
         self._edges = []
-        if not wanted or not pairs:
+        if not differentiable or not pairs:
             return [None] * len(leaves)
         edges, output_gradients = zip(*pairs, strict=True)
-        results = iter(torch.autograd.grad(edges, wanted, output_gradients, allow_unused=True))
+        results = iter(torch.autograd.grad(edges, differentiable, output_gradients, allow_unused=True))
         return [next(results) if leaf.requires_grad else None for leaf in leaves]
 
 
 def autograd_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses:
     """Prepare both passes of a primitive. The backward pass is autograd's derivative of its definition, `compute`."""
     names = [*(parameter.name for parameter in primitive.parameters()), *primitive.borrows]
-    held = [places.weights[name] for name in names]
-    read = {name: (places.tensors[name], is_buffer(indices)) for name, indices in primitive.reads.items()}
+    weight_places = [places.weights[name] for name in names]
+    inputs_by_name = {name: (places.tensors[name], is_buffer(indices)) for name, indices in primitive.reads.items()}
     results = [(places.make(name), is_buffer(indices)) for name, indices in primitive.makes.items()]
     graph, block = places.make(), places.block
 
     def forward(ctx: Context) -> None:
         tensors, factor = ctx.tensors, ctx.factor(primitive, block)
         sequences = ctx.rows, ctx.tokens
-        inputs = [tensors[at] if buffers else tensors[at].unflatten(0, sequences) for at, buffers in read.values()]
-        weights = [ctx.weights[place] for place in held]
+        inputs = [
+            tensors[at] if buffers else tensors[at].unflatten(0, sequences) for at, buffers in inputs_by_name.values()
+        ]
+        weights = [ctx.weights[place] for place in weight_places]
 
         def function(parameters: Weights, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             by_name = dict(zip(names, parameters, strict=True))
-            return compute(primitive, Operands(by_name, dict(zip(read, tensors, strict=True)), ctx.share, factor))
+            return compute(
+                primitive, Operands(by_name, dict(zip(inputs_by_name, tensors, strict=True)), ctx.share, factor)
+            )
 
         if ctx.keeps:
             tensors[graph] = AutogradGraph(function, weights, inputs)
@@ -136,24 +144,26 @@ def autograd_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses:
         else:
             outputs = function(weights, inputs)
         memories = {x.untyped_storage().data_ptr() for x in inputs}
-        for (place, buffers), each in zip(results, outputs, strict=True):
-            shared = each.untyped_storage().data_ptr() in memories  # other primitives may write over the inputs
-            result = each.clone() if shared else each
+        for (place, buffers), output in zip(results, outputs, strict=True):
+            shared = output.untyped_storage().data_ptr() in memories  # other primitives may write over the inputs
+            result = output.clone() if shared else output
             tensors[place] = result if buffers else result.flatten(0, 1)
 
     def backward(ctx: Context) -> None:
-        arrived = [(ctx.gradients[place], buffers) for place, buffers in results]
-        output_gradients = [each if buffers or each is None else ctx.of_sequences(each) for each, buffers in arrived]
+        output_pairs = [(ctx.gradients[place], buffers) for place, buffers in results]
+        output_gradients = [
+            output if buffers or output is None else ctx.of_sequences(output) for output, buffers in output_pairs
+        ]
         for place, _ in results:
             ctx.gradients[place] = None
-        gradients = ctx.tensors[graph].backward([ctx.weights[place] for place in held], output_gradients)
-        for (place, buffers), gradient in zip(read.values(), gradients, strict=False):
+        gradients = ctx.tensors[graph].backward([ctx.weights[place] for place in weight_places], output_gradients)
+        for (place, buffers), gradient in zip(inputs_by_name.values(), gradients, strict=False):
             if gradient is not None:
                 ctx.add_shared_gradient(place, gradient if buffers else gradient.flatten(0, 1))
-        accumulate_gradients(ctx.accumulate, held, gradients[len(read) :])
+        accumulate_gradients(ctx.accumulate, weight_places, gradients[len(inputs_by_name) :])
 
-    kept = [place for place, _ in read.values()] if primitive.made_again else []
-    return BothPasses(forward, backward, (graph, *kept))
+    kept_inputs = [place for place, _ in inputs_by_name.values()] if primitive.made_again else []
+    return BothPasses(forward, backward, (graph, *kept_inputs))
 
 
 def accumulate_gradients(accumulate: Accumulate, places: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
@@ -194,10 +204,10 @@ class CompiledPasses:
         return graph.take_outputs(), graph
 
     def backward(
-        self, kept: AutogradGraph, gradients: Sequence[Tensor], weights: Weights, accumulate: Accumulate
+        self, graph: AutogradGraph, gradients: Sequence[Tensor], weights: Weights, accumulate: Accumulate
     ) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; None for tokens."""
-        results = kept.backward(weights, gradients)
+        results = graph.backward(weights, gradients)
         inputs = len(results) - len(weights)
         accumulate_gradients(accumulate, range(len(weights)), results[inputs:])
         return results[:inputs]

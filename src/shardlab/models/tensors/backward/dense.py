@@ -95,9 +95,9 @@ def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
         return whole.split_with_sizes((features, whole.shape[-1] - features), -1)
 
     def forward(ctx: Context) -> None:
-        each, count = heads(ctx)
-        normalised, ctx.tensors[scale] = rms_normalize(each[:, :count], primitive.eps)
-        whole = torch.cat((normalised * weights(ctx), each[:, count:]), 1).flatten(1)
+        tensors_by_head, count = heads(ctx)
+        normalised, ctx.tensors[scale] = rms_normalize(tensors_by_head[:, :count], primitive.eps)
+        whole = torch.cat((normalised * weights(ctx), tensors_by_head[:, count:]), 1).flatten(1)
         ctx.tensors[queries], ctx.tensors[keys_values] = split(_rotated(primitive, ctx, block, whole, rotate), ctx)
 
     def add(totals: Weights, gradient: Tensor, _: Tensor) -> None:
@@ -106,10 +106,12 @@ def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
         totals[of_keys].add_(gradient[features:])
 
     def backward(ctx: Context) -> None:
-        each, count = heads(ctx)
+        tensors_by_head, count = heads(ctx)
         whole = side_by_side(ctx.pop_gradient(queries), ctx.pop_gradient(keys_values))
         gradient = _rotated(primitive, ctx, block, whole, rotate_back).unflatten(-1, (-1, size))
-        of_heads, of_weight = rms_backward(gradient[:, :count], each[:, :count], ctx.tensors[scale], weights(ctx))
+        of_heads, of_weight = rms_backward(
+            gradient[:, :count], tensors_by_head[:, :count], ctx.tensors[scale], weights(ctx)
+        )
         of_q, of_kv = split(torch.cat((of_heads, gradient[:, count:]), 1).flatten(1), ctx)
         ctx.add_gradient(q, of_q)
         ctx.add_gradient(kv, of_kv)
@@ -143,9 +145,9 @@ def rms_backward(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> 
         scale: 1/deviation, (rows, ..., 1).
         weight: (..., features).
     """
-    normalised, given = x * scale, gradient * weight
+    normalised, of_normalised = x * scale, gradient * weight
     of_weight = (gradient * normalised).sum(0)
-    return (given - normalised * (given * normalised).mean(-1, keepdim=True)) * scale, of_weight
+    return (of_normalised - normalised * (of_normalised * normalised).mean(-1, keepdim=True)) * scale, of_weight
 
 
 @make_passes.register
@@ -154,26 +156,28 @@ def _(primitive: Latents, places: TensorPlaces) -> BothPasses:
     sizes, weight = primitive.sizes, places.weights["attn.latents.weight"]
     norms, lengths = [places.weights[name] for name in sizes.names], (*sizes.normed, sizes.rope_dim)
     x, result, projected, scales = places.tensors["x"], places.make("x"), places.make(), places.make()
-    before = [sizes.hidden_size] if sizes.q_rank is None else []
+    whole_input = [sizes.hidden_size] if sizes.q_rank is None else []
 
     def forward(ctx: Context) -> None:
         ctx.tensors[projected] = linear_forward(ctx.tensors[x], ctx.weights[weight], None)
         *latents, shared = ctx.tensors[projected].split_with_sizes(lengths, -1)
-        found = [rms_normalize(each, primitive.eps) for each in latents]
-        ctx.tensors[scales] = torch.cat([scale for _, scale in found], -1)
-        normed = [each * ctx.weights[norm] for (each, _), norm in zip(found, norms, strict=True)]
-        ctx.tensors[result] = torch.cat([*([ctx.tensors[x]] if before else []), *normed, shared], -1)
+        results = [rms_normalize(tensors_by_head, primitive.eps) for tensors_by_head in latents]
+        ctx.tensors[scales] = torch.cat([scale for _, scale in results], -1)
+        normed = [
+            tensors_by_head * ctx.weights[norm] for (tensors_by_head, _), norm in zip(results, norms, strict=True)
+        ]
+        ctx.tensors[result] = torch.cat([*([ctx.tensors[x]] if whole_input else []), *normed, shared], -1)
 
     def add_norms(totals: Weights, gradient: Tensor, _: Tensor) -> None:
         for norm, part in zip(norms, gradient.split_with_sizes(sizes.normed), strict=True):
             totals[norm].add_(part)
 
     def backward(ctx: Context) -> None:
-        gradients = ctx.pop_gradient(result).split_with_sizes((*before, *lengths), -1)
+        gradients = ctx.pop_gradient(result).split_with_sizes((*whole_input, *lengths), -1)
         parts, of_norms = list[Tensor](), list[Tensor]()
         latents, scale = ctx.tensors[projected].split_with_sizes(lengths, -1), ctx.tensors[scales].split(1, -1)
         for number, norm in enumerate(norms):
-            gradient = gradients[len(before) + number]
+            gradient = gradients[len(whole_input) + number]
             part, of_norm = rms_backward(gradient, latents[number], scale[number], ctx.weights[norm])
             parts.append(part)
             of_norms.append(of_norm)
@@ -181,7 +185,7 @@ def _(primitive: Latents, places: TensorPlaces) -> BothPasses:
         ctx.accumulate(add_norms, of_all_norms, of_all_norms)
         ctx.accumulate(partial(_add_weight, weight), whole, ctx.tensors[x])
         of_x = linear_backward(whole, ctx.weights[weight])
-        ctx.add_gradient(x, of_x + gradients[0] if before else of_x)
+        ctx.add_gradient(x, of_x + gradients[0] if whole_input else of_x)
 
     return BothPasses(forward, backward, (x, projected, scales))
 
@@ -196,8 +200,8 @@ def _(primitive: LatentProjection, places: TensorPlaces) -> BothPasses:
     def forward(ctx: Context) -> None:
         weights: dict[str, Tensor] = {names[0]: ctx.weights[of_queries], names[1]: ctx.weights[of_keys]}
         tensors = {"x": ctx.of_sequences(ctx.tensors[x])}
-        made = compute(primitive, Operands(weights, tensors, ctx.share, ctx.factor(primitive, block)))
-        ctx.tensors[q], ctx.tensors[kv] = (each.flatten(0, 1) for each in made)
+        key_parts = compute(primitive, Operands(weights, tensors, ctx.share, ctx.factor(primitive, block)))
+        ctx.tensors[q], ctx.tensors[kv] = (tensors_by_head.flatten(0, 1) for tensors_by_head in key_parts)
 
     def backward(ctx: Context) -> None:
         heads, angles = sizes.heads // ctx.share.piece("head")[1], ctx.factor(primitive, block)
@@ -205,8 +209,8 @@ def _(primitive: LatentProjection, places: TensorPlaces) -> BothPasses:
 
         def split(gradient: Tensor) -> Sequence[Tensor]:
             """Split the gradient of queries or keys, by heads, into rotated and other features."""
-            each = ctx.of_sequences(gradient).unflatten(-1, (heads, -1))
-            return each.split_with_sizes((sizes.rope_dim, sizes.nope_dim), -1)
+            tensors_by_head = ctx.of_sequences(gradient).unflatten(-1, (heads, -1))
+            return tensors_by_head.split_with_sizes((sizes.rope_dim, sizes.nope_dim), -1)
 
         rotated, plain = split(ctx.pop_gradient(q))
         rotated = rotate_back(rotated.flatten(-2), angles, heads).unflatten(-1, (heads, -1))
@@ -214,12 +218,12 @@ def _(primitive: LatentProjection, places: TensorPlaces) -> BothPasses:
         keys, values = ctx.pop_gradient(kv).split_with_sizes((heads * sizes.head_dim, heads * sizes.value_dim), -1)
         rotated, plain = split(keys)
         shared = rotate_back(rotated.sum(-2), angles, 1).flatten(0, 1)
-        made = torch.cat([plain.flatten(-2).flatten(0, 1), values], -1)
+        key_parts = torch.cat([plain.flatten(-2).flatten(0, 1), values], -1)
         inputs, latent, _ = ctx.tensors[x].split_with_sizes((sizes.q_inputs, sizes.kv_rank, sizes.rope_dim), -1)
         ctx.accumulate(partial(_add_weight, of_queries), queries, inputs)
-        ctx.accumulate(partial(_add_weight, of_keys), made, latent)
+        ctx.accumulate(partial(_add_weight, of_keys), key_parts, latent)
         of_inputs = linear_backward(queries, ctx.weights[of_queries])
-        ctx.add_gradient(x, torch.cat([of_inputs, linear_backward(made, ctx.weights[of_keys]), shared], -1))
+        ctx.add_gradient(x, torch.cat([of_inputs, linear_backward(key_parts, ctx.weights[of_keys]), shared], -1))
 
     return BothPasses(forward, backward, (x,))
 
@@ -253,8 +257,8 @@ def _linear(places: TensorPlaces, read: str, makes: str, weight: int, bias: int)
 def side_by_side(a: Tensor, b: Tensor) -> Tensor:
     """Concatenate the features of two matrices, or view them as one if they are adjacent in memory."""
     width = a.shape[1] + b.shape[1]
-    beside = a.stride() == b.stride() == (width, 1) and b.data_ptr() == a.data_ptr() + a.shape[1] * a.itemsize
-    if beside and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
+    are_adjacent = a.stride() == b.stride() == (width, 1) and b.data_ptr() == a.data_ptr() + a.shape[1] * a.itemsize
+    if are_adjacent and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
         return a.as_strided((len(a), width), (width, 1))
     return torch.cat((a, b), -1)
 
@@ -298,13 +302,13 @@ def _(primitive: Norm, places: TensorPlaces) -> BothPasses | None:
 def _layer_norm(primitive: Norm, places: TensorPlaces) -> BothPasses:
     weight, bias = places.weights_of(primitive.name, primitive.bias)
     s, result, mean, scale = places.tensors["s"], places.make("x"), places.make(), places.make()
-    eps, wanted = primitive.eps, [True, True, bias >= 0]
+    eps, output_mask = primitive.eps, [True, True, bias >= 0]
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
     def forward(ctx: Context) -> None:
         x, weights = ctx.tensors[s], ctx.weights
-        found = torch.native_layer_norm(x, x.shape[-1:], weights[weight], weights[bias] if bias >= 0 else None, eps)
-        ctx.tensors[result], ctx.tensors[mean], ctx.tensors[scale] = found
+        results = torch.native_layer_norm(x, x.shape[-1:], weights[weight], weights[bias] if bias >= 0 else None, eps)
+        ctx.tensors[result], ctx.tensors[mean], ctx.tensors[scale] = results
 
     def add(totals: Weights, of_weight: Tensor, of_bias: Tensor) -> None:
         totals[weight].add_(of_weight)
@@ -312,10 +316,17 @@ def _layer_norm(primitive: Norm, places: TensorPlaces) -> BothPasses:
             totals[bias].add_(of_bias)
 
     def backward(ctx: Context) -> None:
-        kept, weights = ctx.tensors, ctx.weights
-        x, shift = kept[s], weights[bias] if bias >= 0 else None
+        tensors, weights = ctx.tensors, ctx.weights
+        x, shift = tensors[s], weights[bias] if bias >= 0 else None
         of_x, of_weight, of_bias = layer_norm_backward(
-            ctx.pop_gradient(result), x, x.shape[-1:], kept[mean], kept[scale], weights[weight], shift, wanted
+            ctx.pop_gradient(result),
+            x,
+            x.shape[-1:],
+            tensors[mean],
+            tensors[scale],
+            weights[weight],
+            shift,
+            output_mask,
         )
         ctx.add_gradient(s, of_x)
         ctx.accumulate(add, of_weight, of_bias if bias >= 0 else of_weight)
@@ -369,8 +380,8 @@ def _activate(activation: Activation, name: str, places: TensorPlaces) -> BothPa
 def _activated_backward(activation: Activation, gradient: Tensor, x: Tensor) -> Tensor:
     """Turn the gradient of an activation function's output into that of its input `x`."""
     if activation == "gelu" or activation == "gelu_tanh":
-        how = "tanh" if activation == "gelu_tanh" else "none"
-        return torch.ops.aten.gelu_backward.default(gradient, x, approximate=how)
+        approximation = "tanh" if activation == "gelu_tanh" else "none"
+        return torch.ops.aten.gelu_backward.default(gradient, x, approximate=approximation)
     if activation == "squared_relu":
         return F.relu(x).mul_(gradient).mul_(2)
     gate, up = x.chunk(2, -1)
@@ -446,14 +457,14 @@ def _(primitive: Embed, places: TensorPlaces) -> BothPasses:
     x, result, mask, block = places.tensors["x"], places.make("s"), places.make(), places.block
 
     def forward(ctx: Context) -> None:
-        given: Tensor = ctx.of_sequences(ctx.tensors[x])
-        s = given
+        embedded: Tensor = ctx.of_sequences(ctx.tensors[x])
+        s = embedded
         if place >= 0:
             s = s + select_rows(ctx.weights[place], ctx.share.tokens or range(ctx.tokens))
         if primitive.drops:
             ctx.tensors[mask] = dropped = ctx.factor(primitive, block)
             s = s if dropped is None else s * dropped
-        ctx.tensors[result] = (s.clone() if s is given else s).flatten(0, 1)
+        ctx.tensors[result] = (s.clone() if s is embedded else s).flatten(0, 1)
 
     def add(tokens: Sequence[int], totals: Weights, gradient: Tensor, _: Tensor) -> None:
         total = gradient.unflatten(0, (-1, len(tokens))).sum(0)
@@ -492,15 +503,15 @@ def _(primitive: Attend, places: TensorPlaces) -> BothPasses | None:
 
     def forward(ctx: Context) -> None:
         tensors = ctx.tensors
-        each = [heads(part, ctx.tokens) for part in (tensors[q], *tensors[kv].chunk(2, -1))]
-        tensors[queries], tensors[keys], tensors[values] = each
-        tensors[mixed], tensors[lse] = attend(*each, 0.0, True)
+        tensors_by_head = [heads(part, ctx.tokens) for part in (tensors[q], *tensors[kv].chunk(2, -1))]
+        tensors[queries], tensors[keys], tensors[values] = tensors_by_head
+        tensors[mixed], tensors[lse] = attend(*tensors_by_head, 0.0, True)
         tensors[result] = features(tensors[mixed])
 
     def backward(ctx: Context) -> None:
-        kept = [ctx.tensors[place] for place in keeps]
-        each = attend_backward(heads(ctx.pop_gradient(result), ctx.tokens), *kept, 0.0, True)
-        of_queries, *of_kv = [features(gradient) for gradient in each]
+        saved_tensors = [ctx.tensors[place] for place in keeps]
+        tensors_by_head = attend_backward(heads(ctx.pop_gradient(result), ctx.tokens), *saved_tensors, 0.0, True)
+        of_queries, *of_kv = [features(gradient) for gradient in tensors_by_head]
         together = torch.cat((of_queries, *of_kv), -1)  # contiguous, as a projection reads them without a copy
         of_q, of_kv = together.split_with_sizes((of_queries.shape[-1], together.shape[-1] - of_queries.shape[-1]), -1)
         ctx.add_gradient(q, of_q)

@@ -94,8 +94,8 @@ class PreparedLayer:
         copies: bool,
     ) -> None:
         first_keeper: dict[int, int] = {}
-        for number, each in enumerate(prepared):
-            for place in each.keeps:
+        for number, passes in enumerate(prepared):
+            for place in passes.keeps:
                 first_keeper.setdefault(place, number)
         output_places = {place for port in outputs for place in port.places}
         self._inputs, self._outputs, self._copies = inputs, outputs, copies
@@ -103,14 +103,16 @@ class PreparedLayer:
         self._free_at_end = [place for place in output_places if place not in first_keeper]
         self._steps = [
             _Step(
-                each.forward,
-                each.backward,
-                [place for place in ended if place not in first_keeper],
-                ended,
+                passes.forward,
+                passes.backward,
+                [place for place in last_used if place not in first_keeper],
+                last_used,
                 [place for place, keeper in first_keeper.items() if keeper == number],
             )
-            for number, each in enumerate(prepared)
-            for ended in [[place for place, seen in last.items() if seen == number and place not in output_places]]
+            for number, passes in enumerate(prepared)
+            for last_used in [
+                [place for place, last_step in last.items() if last_step == number and place not in output_places]
+            ]
         ]
 
     def forward(
@@ -190,7 +192,7 @@ class PreparedLayer:
             return None
         if len(port.places) > 1:
             others: list[Tensor | None] = [ctx.gradients[place] for place in port.places[1:]]
-            zeros = (torch.zeros_like(gradient) if each is None else each for each in others)
+            zeros = (torch.zeros_like(gradient) if part is None else part for part in others)
             gradient = torch.cat([gradient, *zeros], -1)
         return gradient if port.buffers else ctx.of_sequences(gradient)
 
@@ -205,28 +207,30 @@ def prepare_layer(run: Run, device: str, *, attended: bool = False) -> PreparedL
     """
     places = TensorPlaces({name: place for place, name in enumerate(run.names)}, device)
     input_names = [run.inputs[:1], *run.carried_inputs.values()]
-    readers = {name: each.reads[name] for each in reversed(run.primitives) for name in each.reads}  # the first ones
-    inputs = [_port(tuple(map(places.make, each)), each, readers.get(each[0], "")) for each in input_names]
+    readers = {
+        name: primitive.reads[name] for primitive in reversed(run.primitives) for name in primitive.reads
+    }  # the first ones
+    inputs = [_port(tuple(map(places.make, names)), names, readers.get(names[0], "")) for names in input_names]
     prepared: list[BothPasses] = []
     last = dict.fromkeys(chain(*(port.places for port in inputs)), -1)
-    recomputed = {made.step for made in run.made_again}
+    recomputed = {tensor.step for tensor in run.made_again}
     shift = int(attended)
     if attended:
         prepared.append(_mixed(run.inputs[0], places))
         last |= dict.fromkeys(range(places.count), 0)
     for number, (primitive, block, _) in enumerate(run.steps, shift):
         last |= {places.tensors[name]: number for name in primitive.reads}
-        before, places.block = places.count, block
-        own = type(primitive) in make_passes.registry  # a subclass of a primitive may compute something else
-        passes = (make_passes(primitive, places) if own else None) or autograd_passes(primitive, places)
+        first_place, places.block = places.count, block
+        has_rule = type(primitive) in make_passes.registry  # a subclass of a primitive may compute something else
+        passes = (make_passes(primitive, places) if has_rule else None) or autograd_passes(primitive, places)
         prepared.append(passes)
-        last |= dict.fromkeys(range(before, places.count), number)
+        last |= dict.fromkeys(range(first_place, places.count), number)
         if number - shift in recomputed:
             places.recompute[places.tensors[next(iter(primitive.makes))]] = passes.forward
     carried = ((name,) for name in run.outputs[1:]) if run.attend else run.carried_outputs.values()
     makers = {name: primitive.makes[name] for primitive in run.primitives for name in primitive.makes}
     output_names = (run.outputs[:1], *carried)
-    outputs = [_port(tuple(places.tensors[name] for name in each), each, makers[each[0]]) for each in output_names]
+    outputs = [_port(tuple(places.tensors[name] for name in names), names, makers[names[0]]) for names in output_names]
     return PreparedLayer(prepared, last, inputs, outputs, run.attend is not None)
 
 

@@ -33,8 +33,8 @@ def _(primitive: Route, places: TensorPlaces) -> BothPasses:
         add_product(totals[weight], gradient.t(), read.to(gradient.dtype))
 
     def backward(ctx: Context) -> None:
-        read, kept = ctx.tensors[x], (ctx.tensors[probabilities], ctx.tensors[choices])
-        gradient = mixture.scores_gradient(router, ctx.share, ctx.pop_gradient(gates), *kept)
+        read, routing = ctx.tensors[x], (ctx.tensors[probabilities], ctx.tensors[choices])
+        gradient = mixture.scores_gradient(router, ctx.share, ctx.pop_gradient(gates), *routing)
         ctx.add_gradient(x, (gradient @ ctx.weights[weight].to(gradient.dtype)).to(read.dtype))
         ctx.accumulate(add, gradient, read)
 
@@ -112,10 +112,10 @@ def _(primitive: Combine, places: TensorPlaces) -> BothPasses:
 
     def backward(ctx: Context) -> None:
         gradient = ctx.pop_gradient(result)
-        buffers, weights, where = (ctx.tensors[place] for place in (x, gates, slots))
+        buffers, weights, slot_numbers = (ctx.tensors[place] for place in (x, gates, slots))
         weighted = gradient[..., None, :] * weights[..., None].to(gradient.dtype)
-        of_gates = (mixture.gather_slots(buffers, where) * gradient[..., None, :]).sum(-1).to(weights.dtype)
+        of_gates = (mixture.gather_slots(buffers, slot_numbers) * gradient[..., None, :]).sum(-1).to(weights.dtype)
         ctx.add_gradient(gates, of_gates)
-        ctx.add_gradient(x, mixture.scatter_to_slots(weighted.flatten(0, -2), where, buffers.shape[:2]))
+        ctx.add_gradient(x, mixture.scatter_to_slots(weighted.flatten(0, -2), slot_numbers, buffers.shape[:2]))
 
     return BothPasses(forward, backward, (x, gates, slots))

@@ -35,7 +35,7 @@ Accumulate = Callable[[AddGradients, Tensor, Tensor], None]
 second half of a split backward pass."""
 
 
-def _nothing(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
+def _ignore_gradient(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
     """Placeholder for `Accumulate` outside a backward pass."""
 
 
@@ -63,15 +63,15 @@ class Context:
     tokens: int
     keeps: bool = True
     gradients: list[Any] = field(default_factory=list[Any])
-    accumulate: Accumulate = _nothing
+    accumulate: Accumulate = _ignore_gradient
 
     def end(self) -> None:
         """Drop the fields of a single pass, at its end."""
-        self.weights, self.accumulate = (), _nothing
+        self.weights, self.accumulate = (), _ignore_gradient
 
     def factor(self, primitive: Primitive, block: int) -> Tensor | None:
         """Return a primitive's factor that is not a parameter: a dropout mask, rotary angles, or None."""
-        like = next(each for each in (*self.weights, *self.tensors) if isinstance(each, Tensor))
+        like = next(x for x in (*self.weights, *self.tensors) if isinstance(x, Tensor))
         dropout = None if self.dropout is None else self.dropout.of_block(block)
         return make_factor(primitive, FactorInputs(self.rows, self.tokens, self.share, dropout, like))
 

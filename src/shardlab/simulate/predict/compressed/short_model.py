@@ -118,15 +118,21 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     plan = with_named_blocks(workload.plan, model)
     bounds = plan.bounds(model.pipeline_units, model.units_text)
     stages = [range(model.pipeline_cuts[start], model.pipeline_cuts[stop]) for start, stop in pairwise(bounds)]
-    gaps = [] if extra is None or not repeated.more else list(_gaps(plan, sizes, model, repeated, stages, extra))
+    gaps = (
+        [] if extra is None or not repeated.missing_blocks else list(_gaps(plan, sizes, model, repeated, stages, extra))
+    )
     if 4 * sum(gap.missing_blocks * gap.block_layers for gap in gaps) < len(model.layers):  # saves little work
         starts = [*(stage.start for stage in stages), len(model.layers)]
         whole_layer = range(len(model.layers) + 1)
-        return ShortModel(plan, sizes, repeated.alike, stages, starts, (), _recomputed(plan, model), whole_layer)
+        return ShortModel(
+            plan, sizes, repeated.sample_layers, stages, starts, (), _recomputed(plan, model), whole_layer
+        )
     left_out = sum(gap.missing_blocks for gap in gaps)
-    fewer = Repeated(repeated.sample, repeated.more - left_out)
+    fewer = Repeated(repeated.sample, repeated.missing_blocks - left_out)
     begins = {gap.at: gap.missing_blocks * gap.block_layers for gap in gaps}
-    shifts = accumulate(begins.get(layer, 0) for layer in range(len(model.layers) + 1 - left_out * repeated.each))
+    shifts = accumulate(
+        begins.get(layer, 0) for layer in range(len(model.layers) + 1 - left_out * repeated.block_layers)
+    )
     whole_layer = [layer + shift for layer, shift in enumerate(shifts)]
     kept_layers = set(whole_layer)
     units = [sum(cut in kept_layers for cut in model.pipeline_cuts[start:stop]) for start, stop in pairwise(bounds)]
@@ -138,28 +144,28 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     recomputed_layers = _recomputed(plan, model)
     recomputed = {layer for layer, whole in enumerate(whole_layer) if whole in recomputed_layers}
     fewer_sizes = fewer.sizes(workload.sample.sizes)
-    return ShortModel(short, fewer_sizes, fewer.alike, stages, starts, gaps, recomputed, whole_layer)
+    return ShortModel(short, fewer_sizes, fewer.sample_layers, stages, starts, gaps, recomputed, whole_layer)
 
 
 def _gaps(
     plan: Plan, sizes: Sizes, model: ModelLayers, repeated: Repeated, stages: Sequence[range], extra: int
 ) -> Iterator[Gap]:
     """Yield the gaps of a short model. Around each, as many blocks stay as a step needs to become periodic."""
-    missing_layers, layers_per_block = 0, repeated.each
-    in_flight = _blocks_in_flight(plan, sizes, model, layers_per_block, stages)
+    missing_layers, block_layers = 0, repeated.block_layers
+    in_flight = _blocks_in_flight(plan, sizes, model, block_layers, stages)
     for stage, blocks in _identical_blocks(plan, model, repeated, stages):
         # the stage may cut the first block, and the second one may be gathered during the previous stage
         blocks_before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
         blocks_after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
-        missing_blocks = len(blocks) // layers_per_block - blocks_before - blocks_after
+        missing_blocks = len(blocks) // block_layers - blocks_before - blocks_after
         if missing_blocks > 0:
             start = blocks.start - missing_layers
-            missing_layers += missing_blocks * layers_per_block
+            missing_layers += missing_blocks * block_layers
             yield Gap(
                 start,
                 blocks.stop - missing_layers,
-                layers_per_block,
-                start + blocks_before * layers_per_block,
+                block_layers,
+                start + blocks_before * block_layers,
                 missing_blocks,
             )
 
@@ -171,7 +177,7 @@ def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
 
 
 def _blocks_in_flight(
-    plan: Plan, sizes: Sizes, model: ModelLayers, layers_per_block: int, stages: Sequence[range]
+    plan: Plan, sizes: Sizes, model: ModelLayers, block_layers: int, stages: Sequence[range]
 ) -> list[int]:
     """Return the largest number of blocks whose gradients are reduced at the same time, for each stage.
 
@@ -184,8 +190,8 @@ def _blocks_in_flight(
         elements = Counter[int]()
         for layer in stage:
             elements[model.reduced_with(layer)] += sizes.weights[layer]
-        middle = stage.start + (len(stage) - layers_per_block) // 2
-        block = sum(sizes.weights[max(stage.start, middle) : middle + layers_per_block])
+        middle = stage.start + (len(stage) - block_layers) // 2
+        block = sum(sizes.weights[max(stage.start, middle) : middle + block_layers])
         buffer = max(elements.values()) / block if block else 1.0
         numbers.append(axes * math.ceil(buffer) + last + (buffer > 1))
     return [*numbers, max(numbers)]
@@ -198,13 +204,13 @@ def _identical_blocks(
 
     If the plan names the blocks to recompute, a run has either only named blocks or only other blocks.
     """
-    layers_per_block, first = repeated.each, repeated.first
-    stop = first + (repeated.more + 1) * layers_per_block
+    block_layers, first = repeated.block_layers, repeated.first
+    stop = first + (repeated.missing_blocks + 1) * block_layers
     recomputed = _recomputed(plan, model)
     for number, stage in enumerate(stages):
         start, end = max(stage.start, first), min(stage.stop, stop)
-        for layer in range(start + layers_per_block, end):
-            if (layer in recomputed) != (layer - layers_per_block in recomputed) and layer - layers_per_block >= start:
+        for layer in range(start + block_layers, end):
+            if (layer in recomputed) != (layer - block_layers in recomputed) and layer - block_layers >= start:
                 yield number, range(start, layer)
                 start = layer
         yield number, range(start, end)
