@@ -164,7 +164,7 @@ class PlannedCase:
 
 def plan_case(model: Blocks, sequences: int, most: int, cluster: Cluster) -> PlannedCase:
     """Plan it, and forecast every plan of its space."""
-    limits = Limits(fixed={"recompute": "none"}, most={"micro_batch_size": most})
+    limits = Limits(fixed={"recompute": "none"}, maximum={"micro_batch_size": most})
     problem = Problem(model, cluster, sequences, (PRECISIONS["fp32"],), limits=limits)
     with workers(problem, 1) as processes:
         taking_turns = find_contenders(choose(problem, processes, measured=(), families=False), inf)

@@ -147,7 +147,7 @@ def measure(name: str, problem: Problem, forecasts: int | None) -> Row:
     assert best is not None, "a plan fits"
     assert reference is not None, "a plan fits"
     least = min(best.seconds, reference.seconds)
-    reached = [each.after + LOADING if forecasts is None else each.forecasts for each in found.improvements]
+    reached = [each.elapsed_seconds + LOADING if forecasts is None else each.forecasts for each in found.improvements]
     gaps = [
         min((each.seconds for each, at in zip(found.improvements, reached, strict=True) if at <= moment), default=inf)
         / least

@@ -108,15 +108,17 @@ def _of_mesh(problem: Problem, mesh: Mesh) -> Iterator[PlanShape]:
     """Shapes with a mesh, of microbatches of one sequence: what is tried of all that they say beside."""
     limits, precision = problem.limits, problem.precisions[0]
     words: tuple[Context, ...] = get_args(Context) if mesh.cp > 1 else ("ring",)
-    contexts = limits.tried("context", words)
-    degrees = limits.tried("ulysses_degree", (None, *(each for each in divisors(mesh.cp) if 1 < each < mesh.cp)))
+    contexts = limits.values_to_try("context", words)
+    degrees = limits.values_to_try(
+        "ulysses_degree", (None, *(each for each in divisors(mesh.cp) if 1 < each < mesh.cp))
+    )
     either = {"context", "ulysses_degree"} & set(limits.fixed)
     recomputes: tuple[str | tuple[int, ...], ...] = (*SHARES, *(["selective"] if problem.model.dropout else []))
-    for sequence_parallel in limits.tried("sequence_parallel", (True, False) if mesh.tp > 1 else (False,)):
+    for sequence_parallel in limits.values_to_try("sequence_parallel", (True, False) if mesh.tp > 1 else (False,)):
         for context in contexts:
             for degree in degrees if context == "ring" or either else (None,):
-                for recompute in limits.tried("recompute", recomputes):
-                    for stripes in limits.tried("stripes", (None,)):
+                for recompute in limits.values_to_try("recompute", recomputes):
+                    for stripes in limits.values_to_try("stripes", (None,)):
                         yield PlanShape(mesh, 1, precision, sequence_parallel, context, degree, recompute, stripes)
 
 
@@ -141,7 +143,7 @@ def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
     for mesh in (replace(plan.mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, plan.mesh.dp_shard)):
         for sharding in _shardings(problem, mesh):
             reshards = ("layer", *(["stage"] if mesh.pp > 1 else []), "step") if sharding[0] else ("layer",)
-            for reshard in limits.tried("reshard_after", reshards):
+            for reshard in limits.values_to_try("reshard_after", reshards):
                 words = {
                     **dict(zip(SHARDED, sharding, strict=True)),
                     "reshard_after": reshard,
@@ -182,10 +184,12 @@ def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
     model, limits, pp = blocks_of(problem, shape), problem.limits, shape.mesh.pp
     bare = shape.candidate.plan
     base = replace(bare, layers_per_stage=layers_of_stages(problem, bare))
-    for schedule in limits.tried("schedule", tuple(SCHEDULES) if pp > 1 else ("1f1b",)):
+    for schedule in limits.values_to_try("schedule", tuple(SCHEDULES) if pp > 1 else ("1f1b",)):
         order = replace(base, schedule=schedule).order
         looped = pp > 1 and isinstance(order, Schedule) and order.stages_per_rank is None
-        for stages in limits.tried("stages_per_rank", stage_counts(problem.model.layers, pp) if looped else (None,)):
+        for stages in limits.values_to_try(
+            "stages_per_rank", stage_counts(problem.model.layers, pp) if looped else (None,)
+        ):
             try:
                 plan = replace(base, schedule=schedule, stages_per_rank=stages)
                 again = recomputed_blocks(shape.recompute, model, plan.bounds(model.pipeline_units))

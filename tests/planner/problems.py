@@ -48,9 +48,11 @@ def fastest_seconds(name: str) -> float:
 
 EXHAUSTED = {
     "all kinds": problem(
-        sequences=4, limits=Limits(fixed={"recompute": "none"}, most={"tp": 2, "micro_batch_size": 2})
+        sequences=4, limits=Limits(fixed={"recompute": "none"}, maximum={"tp": 2, "micro_batch_size": 2})
     ),
-    "little memory": problem(memory=1.41 * GIB, limits=Limits(most={"pp": 1, "micro_batch_size": 1}), hidden_size=1024),
+    "little memory": problem(
+        memory=1.41 * GIB, limits=Limits(maximum={"pp": 1, "micro_batch_size": 1}), hidden_size=1024
+    ),
     "3d": problem(devices=8, limits=Limits(fixed={"tp": 2, "pp": 2, "recompute": "full"}, micro_batch_size=1)),
     "pipelines": problem(limits=Limits(fixed={"pp": 4, "recompute": "none"}, micro_batch_size=1), sequences=32),
 }

@@ -103,9 +103,9 @@ def plans(found: ErrorModel, count: int) -> list[object]:
 def test_the_fastest_is_first_and_the_others_differ_in_what_is_unsure() -> None:
     chosen = choose_experiments(error_model_of(NEAR), 3)
     assert [each.outcome.candidate.plan for each in chosen] == [DDP, TP, PP]
-    assert "compared" in chosen[0].why
-    assert "expected 1.0% slower" in chosen[1].why
-    assert "all-reduce on tp (20.0% of its step instead of 0.0%)" in chosen[1].why
+    assert "compared" in chosen[0].reason
+    assert "expected 1.0% slower" in chosen[1].reason
+    assert "all-reduce on tp (20.0% of its step instead of 0.0%)" in chosen[1].reason
 
 
 def test_no_more_are_named_than_were_asked_for() -> None:

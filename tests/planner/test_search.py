@@ -114,7 +114,7 @@ def test_a_problem_that_nothing_fits_ends_and_names_the_smallest_plan_of_each_fa
     assert found.best is None
     misses = found.misses()
     assert {"ZeRO-3", "TP", "PP"} <= misses.keys()
-    assert all(bytes > asked.room for bytes, _ in misses.values())
+    assert all(bytes > asked.usable_bytes for bytes, _ in misses.values())
 
 
 # Results do not depend on the order in which plans were simulated.

@@ -75,7 +75,7 @@ def test_ranks_that_share_nothing_may_be_more_than_the_most_that_share() -> None
     assert kinds == {(4, 0)}
     kinds = {(plan.mesh.dp_shard, plan.zero_stage) for plan in plans(fixing({"dp_shard": 2, "tp": 1, "cp": 1}, pp=1))}
     assert kinds == {(4, 0), (2, 3), (2, 2), (2, 1)}, "two replicas of two shards beside plain data parallelism"
-    assert not Limits(most={"dp_shard": 2}).allow(Plan(Mesh(dp_shard=4), shard_optimizer=("dp_shard",)))
+    assert not Limits(maximum={"dp_shard": 2}).allow(Plan(Mesh(dp_shard=4), shard_optimizer=("dp_shard",)))
 
 
 def test_a_value_that_no_plan_can_have_is_refused_with_the_nearest_name() -> None:

@@ -46,46 +46,49 @@ class Alternative:
 
 
 def nearest_alternatives(
-    problem: Problem, chosen: Candidate, timed: TimedQueries, fitting: Sequence[PlanOutcome] = ()
+    problem: Problem, best: Candidate, queries: TimedQueries, fitting: Sequence[PlanOutcome] = ()
 ) -> list[Alternative]:
     """Return the nearest alternatives of each choice that can be run, with their forecasts.
 
     Args:
         fitting: plans of the search that fit, the fastest first.
     """
-    near = [each for each in neighbours(problem, chosen) if problem.limits.allow(each[2].plan)]
-    coming = [(*each, timed.ask(Query(each[2]))) for each in near]
+    changes = [change for change in neighbours(problem, best) if problem.limits.allow(change[2].plan)]
+    pending = [(*change, queries.ask(Query(change[2]))) for change in changes]
     return [
-        Alternative(topic, choice, other, answer, better_than(other, chosen, fitting))
-        for topic, choice, other, future in coming
-        if (answer := timed.answer(future, "an alternative")) is not None
+        Alternative(topic, choice, other, answer, better_than(other, best, fitting))
+        for topic, choice, other, future in pending
+        if (answer := queries.answer(future, "an alternative")) is not None
     ]
 
 
-def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
+def better_than(other: Candidate, best: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
     """Return the fastest plan that fits and has an alternative's size (tp 4) on the axis that the alternative changes.
 
     Returns None if that plan is the alternative itself, if there is none, or if no axis of `MODEL_AXES` changes.
     """
-    one, mesh = chosen.plan.mesh, other.plan.mesh
-    axis = next((axis for axis in MODEL_AXES if getattr(mesh, axis) != getattr(one, axis)), None)
+    best_mesh, mesh = best.plan.mesh, other.plan.mesh
+    axis = next((axis for axis in MODEL_AXES if getattr(mesh, axis) != getattr(best_mesh, axis)), None)
     if axis is None:
         return None
-    same_axis = (each for each in fitting if getattr(each.candidate.plan.mesh, axis) == getattr(mesh, axis))
-    nearest = next(same_axis, None)
+    same_size = (outcome for outcome in fitting if getattr(outcome.candidate.plan.mesh, axis) == getattr(mesh, axis))
+    nearest = next(same_size, None)
     return nearest if nearest and nearest.candidate != other else None
 
 
-def add_shares(near: Sequence[Alternative], timed: TimedQueries) -> Callable[[], list[Alternative]]:
+def add_shares(alternatives: Sequence[Alternative], queries: TimedQueries) -> Callable[[], list[Alternative]]:
     """Query the parts of the alternatives' step times.
 
     Returns:
         Function that waits for the answers, and returns the alternatives with them.
     """
-    coming = [timed.ask(Query(each.candidate, each.answer.forecast, shares=True)) for each in near]
+    pending = [
+        queries.ask(Query(alternative.candidate, alternative.answer.forecast, shares=True))
+        for alternative in alternatives
+    ]
     return lambda: [
-        replace(each, answer=timed.answer(future, "why an alternative differs") or each.answer)
-        for each, future in zip(near, coming, strict=True)
+        replace(alternative, answer=queries.answer(future, "why an alternative differs") or alternative.answer)
+        for alternative, future in zip(alternatives, pending, strict=True)
     ]
 
 
@@ -96,26 +99,26 @@ Topic = Literal["fit", "batch", "speed"]
 """Question that a choice affects: whether the model fits, which batch a rank has, or how fast a step is."""
 
 
-def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
+def neighbours(problem: Problem, best: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
     """Yield (topic, choice in words, candidate) for each change of one choice and of the fields that depend on it."""
-    for topic, choice, words in (*_meshes(chosen.plan), *_sharing(chosen.plan), *_words(problem, chosen)):
-        recompute = words.pop("recompute", chosen.plan.recompute)
-        other = change_line(problem, chosen, **words)
+    for topic, choice, arguments in (*_meshes(best.plan), *_sharing(best.plan), *_words(problem, best)):
+        recompute = arguments.pop("recompute", best.plan.recompute)
+        other = change_line(problem, best, **arguments)
         if other is None:
             continue
         with suppress(UserError):
             other = replace(other, plan=replace(other.plan, recompute=recompute))
-            yield topic, f"{choice}{_following(chosen.plan, other.plan, words)}", other
+            yield topic, f"{choice}{_dependent_fields(best.plan, other.plan, arguments)}", other
 
 
-def _following(plan: Plan, other: Plan, words: Mapping[str, Any]) -> str:
+def _dependent_fields(plan: Plan, other: Plan, arguments: Mapping[str, Any]) -> str:
     """Return the other fields that had to change with a choice, as flags in brackets ("": none)."""
-    about = {"recompute", next(iter(words), ""), *(SHARDED if {"zero", "wide"} & words.keys() else ())}
-    changed = {each.name: getattr(other, each.name) for each in fields(Plan) if each.name not in about}
-    shown = {name: value for name, value in changed.items() if value not in (getattr(plan, name), None, ())}
+    named_fields = {"recompute", next(iter(arguments), ""), *(SHARDED if {"zero", "wide"} & arguments.keys() else ())}
+    changed = {field.name: getattr(other, field.name) for field in fields(Plan) if field.name not in named_fields}
+    flags = {name: value for name, value in changed.items() if value not in (getattr(plan, name), None, ())}
     if not other.shard_parameters:
-        shown.pop("reshard_after", None)
-    return f" ({as_flags(shown)})" if shown else ""
+        flags.pop("reshard_after", None)
+    return f" ({as_flags(flags)})" if flags else ""
 
 
 Choice = tuple[Topic, str, dict[str, Any]]
@@ -130,8 +133,10 @@ def _meshes(plan: Plan) -> Iterator[Choice]:
         for other in (size * 2, size // 2):
             if other and (mesh.dp_shard * size) % other == 0:
                 wider = replace(mesh, **{axis: other, "dp_shard": mesh.dp_shard * size // other})
-                more = {"schedule": "1f1b", "stages_per_rank": None} if axis == "pp" and 1 in (size, other) else {}
-                yield "speed", f"{axis} {other} instead of {size}", {"mesh": wider, **more}
+                schedule_fields = (
+                    {"schedule": "1f1b", "stages_per_rank": None} if axis == "pp" and 1 in (size, other) else {}
+                )
+                yield "speed", f"{axis} {other} instead of {size}", {"mesh": wider, **schedule_fields}
 
 
 def _sharing(plan: Plan) -> Iterator[Choice]:
@@ -150,9 +155,9 @@ def _sharing(plan: Plan) -> Iterator[Choice]:
         yield "fit", f"shards over all {merged.dp_shard} ranks, no replicas", {"mesh": merged, "wide": False}
 
 
-def _words(problem: Problem, chosen: Candidate) -> Iterator[Choice]:
+def _words(problem: Problem, best: Candidate) -> Iterator[Choice]:
     """Yield other values of recomputation, gathering, microbatch, sequence parallelism, schedule and context."""
-    plan, size = chosen.plan, chosen.micro_batch_size
+    plan, size = best.plan, best.micro_batch_size
     if plan.recompute != "none":
         yield "fit", "without recomputation", {"recompute": "none"}
     if plan.recompute != "full":
@@ -170,42 +175,42 @@ def _words(problem: Problem, chosen: Candidate) -> Iterator[Choice]:
     if plan.mesh.pp > 1:
         for schedule, stages in (("1f1b", None), ("interleaved-1f1b", 2), ("zb-h1", None), ("gpipe", None)):
             if schedule != plan.schedule:
-                words = {"schedule": schedule, "stages_per_rank": stages}
-                yield "speed", f"{schedule} instead of {plan.schedule}", words
+                arguments = {"schedule": schedule, "stages_per_rank": stages}
+                yield "speed", f"{schedule} instead of {plan.schedule}", arguments
     if plan.mesh.cp > 1:
         for context in ("ring", "all_gather", "ulysses"):
             if context != plan.context:
-                words = {"context": context, "ulysses_degree": None}
-                yield "speed", f"context {context} instead of {plan.context}", words
+                arguments = {"context": context, "ulysses_degree": None}
+                yield "speed", f"context {context} instead of {plan.context}", arguments
 
 
 TELLING = 0.005
 """Smallest reported difference in a part of the step time, as a share of the step."""
 
 
-def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
+def alternative_text(alternative: Alternative, best: Answer, problem: Problem) -> str:
     """Return the cost of an alternative in one line: `+3.1 GiB, step -6.0% (compute 88.1% → 82.0%)`."""
-    room, margin = problem.cluster.device.memory, problem.margin
+    capacity, margin = problem.cluster.device.memory, problem.margin
     answer = alternative.answer
     memory = answer.forecast.memory
-    more = memory.total - chosen.forecast.memory.total
-    step = answer.forecast.seconds / chosen.forecast.seconds - 1
+    extra_bytes = memory.total - best.forecast.memory.total
+    step = answer.forecast.seconds / best.forecast.seconds - 1
     if not memory.fits:
         peak = max(answer.forecast.peaks, key=lambda peak: peak.bytes)
-        most = max(peak.by_category, key=lambda category: peak.by_category[category])
-        over = max(memory.total - room, 0.0)
-        much = f"{most} {bytes_text(peak.by_category[most], 1)}"
-        return f"{bytes_text(over, 1)} too many: {much}{_better(alternative, chosen)}"
-    sign = "+" if more >= 0 else "-"
-    least = min(2**26, 0.01 * chosen.forecast.memory.total)
-    size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= least else "as much memory"
-    kept = f"leaves less than the {bytes_text(margin, 0)} that must stay free: "
-    reused = "fits only if the allocator gives back what it holds in reserve: "
-    full = "" if memory.safe else reused if memory.unlimited > room else kept
-    return f"{full}{size}, step {step:+.1%}{_why(answer, chosen)}{_better(alternative, chosen)}"
+        largest = max(peak.by_category, key=lambda category: peak.by_category[category])
+        excess = max(memory.total - capacity, 0.0)
+        largest_text = f"{largest} {bytes_text(peak.by_category[largest], 1)}"
+        return f"{bytes_text(excess, 1)} too many: {largest_text}{_better(alternative, best)}"
+    sign = "+" if extra_bytes >= 0 else "-"
+    threshold = min(2**26, 0.01 * best.forecast.memory.total)
+    size = f"{sign}{bytes_text(abs(extra_bytes), 1)}" if abs(extra_bytes) >= threshold else "as much memory"
+    margin_text = f"leaves less than the {bytes_text(margin, 0)} that must stay free: "
+    reserve_text = "fits only if the allocator gives back what it holds in reserve: "
+    warning = "" if memory.safe else reserve_text if memory.unlimited > capacity else margin_text
+    return f"{warning}{size}, step {step:+.1%}{_difference_text(answer, best)}{_better(alternative, best)}"
 
 
-def _better(alternative: Alternative, chosen: Answer) -> str:
+def _better(alternative: Alternative, best: Answer) -> str:
     """Return a clause about the alternative's `better` plan if its step is shorter, else ""."""
     better, answer = alternative.better, alternative.answer
     if better is None:
@@ -213,21 +218,21 @@ def _better(alternative: Alternative, chosen: Answer) -> str:
     seconds, old = better.forecast.seconds, answer.forecast.seconds if answer.forecast.memory.fits else float("inf")
     if seconds > old * (1 - TELLING):
         return ""
-    return f"; with others changed too, step {seconds / chosen.forecast.seconds - 1:+.1%}: {summary(better.candidate)}"
+    return f"; with others changed too, step {seconds / best.forecast.seconds - 1:+.1%}: {summary(better.candidate)}"
 
 
-def _why(answer: Answer, chosen: Answer) -> str:
+def _difference_text(answer: Answer, best: Answer) -> str:
     """Return the part of the step time that differs most, before and after, as shares of the chosen plan's step."""
-    if answer.shares is None or chosen.shares is None:
+    if answer.shares is None or best.shares is None:
         return ""
-    theirs, ours = answer.shares.parts, chosen.shares.parts
-    times = answer.forecast.seconds / chosen.forecast.seconds
-    apart = {name: theirs.get(name, 0.0) * times - ours.get(name, 0.0) for name in {*theirs, *ours}}
-    if not apart:
+    theirs, ours = answer.shares.parts, best.shares.parts
+    times = answer.forecast.seconds / best.forecast.seconds
+    differences = {name: theirs.get(name, 0.0) * times - ours.get(name, 0.0) for name in {*theirs, *ours}}
+    if not differences:
         return ""
-    name = max(sorted(apart), key=lambda name: abs(apart[name]))
-    if abs(apart[name]) < TELLING:
+    name = max(sorted(differences), key=lambda name: abs(differences[name]))
+    if abs(differences[name]) < TELLING:
         return ""
-    what = name if name in (COMPUTE, IDLE) else f"exposed {name}"
-    before, after = (max(0.0, share) for share in (ours.get(name, 0.0), theirs.get(name, 0.0) * times))  # of rounding
-    return f" ({what} {before:.1%} → {after:.1%})"
+    part = name if name in (COMPUTE, IDLE) else f"exposed {name}"
+    old, new = (max(0.0, share) for share in (ours.get(name, 0.0), theirs.get(name, 0.0) * times))  # of rounding
+    return f" ({part} {old:.1%} → {new:.1%})"

@@ -141,51 +141,53 @@ def choose(
         families=families,
         ran_out=out_of_memory(measured or ()),
     ).run()
-    timed = TimedQueries(problem, workers, began + budget.seconds)
-    model = None if measured is None or not (results.best or ran) else fit_errors(results, ran, error, timed)
+    queries = TimedQueries(problem, workers, began + budget.seconds)
+    model = None if measured is None or not (results.best or ran) else fit_errors(results, ran, error, queries)
     if results.best is None:
         raise UserError(explain_no_fit(problem, results))
-    return _give_reasons(results, results.best, timed, budget, model)
+    return _give_reasons(results, results.best, queries, budget, model)
 
 
 def _give_reasons(
-    results: Results, best: PlanOutcome, timed: TimedQueries, budget: Budget, model: ErrorModel | None
+    results: Results, best: PlanOutcome, queries: TimedQueries, budget: Budget, model: ErrorModel | None
 ) -> PlanChoice:
     """Compute why the best plan is the best and what would make it faster, the most important questions first."""
-    problem = timed.problem
-    pending = timed.ask(Query(best.candidate, best.forecast, shares=True))
+    problem = queries.problem
+    pending = queries.ask(Query(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
-    more = [timed.ask(Query(best.candidate), change) for change in doubled]
-    near = nearest_alternatives(problem, best.candidate, timed, results.fitting)
-    rows = sorted(results.families().values(), key=lambda each: family_order(each.family))
-    helps = _gain_of_memory(best, timed, budget)
-    others = [each for each in rows if each.candidate != best.candidate and each.family in results.searched]
-    coming = {each.family: timed.ask(Query(each.candidate, each.forecast, shares=True)) for each in others}
-    reasons = add_shares(near, timed)
-    answer = timed.answer(pending, "what the step's time goes to") or Answer(best.forecast, None)
+    gain_futures = [queries.ask(Query(best.candidate), change) for change in doubled]
+    alternatives = nearest_alternatives(problem, best.candidate, queries, results.fitting)
+    rows = sorted(results.families().values(), key=lambda outcome: family_order(outcome.family))
+    helps = _gain_of_memory(best, queries, budget)
+    others = [outcome for outcome in rows if outcome.candidate != best.candidate and outcome.family in results.searched]
+    share_futures = {
+        outcome.family: queries.ask(Query(outcome.candidate, outcome.forecast, shares=True)) for outcome in others
+    }
+    reasons = add_shares(alternatives, queries)
+    answer = queries.answer(pending, "what the step's time goes to") or Answer(best.forecast, None)
     workload, path = problem.workload(best.candidate), dict[str, float]()
-    if timed.left > trace_seconds(workload):
+    if queries.remaining_seconds > trace_seconds(workload):
         path = trace_or_none(lambda: path_seconds(workload)) or {}
-    studied = {name: timed.answer(future, LIMITS) for name, future in coming.items()} | {best.family: answer}
-    for change, future in zip(doubled, more, strict=True):
-        if (study := timed.answer(future, "what would help")) is not None:
+    studied = {name: queries.answer(future, LIMITS) for name, future in share_futures.items()} | {best.family: answer}
+    for change, future in zip(doubled, gain_futures, strict=True):
+        if (study := queries.answer(future, "what would help")) is not None:
             helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
-    families = [(each, studied.get(each.family) or Answer(each.forecast, None)) for each in rows]
-    return PlanChoice(problem, results, best, answer, families, path, reasons(), helps, str(timed), model)
+    families = [(outcome, studied.get(outcome.family) or Answer(outcome.forecast, None)) for outcome in rows]
+    return PlanChoice(problem, results, best, answer, families, path, reasons(), helps, str(queries), model)
 
 
-def _gain_of_memory(best: PlanOutcome, timed: TimedQueries, budget: Budget) -> dict[Change, float]:
+def _gain_of_memory(best: PlanOutcome, queries: TimedQueries, budget: Budget) -> dict[Change, float]:
     """Return the gain from twice the memory, by a search for a clearly faster plan (empty: the time was too short)."""
     roomy = Search(
-        timed.problem,
-        timed.workers,
-        budget=Budget(min(ROOMY_SHARE * budget.seconds, timed.left / 2), ROOMY_SHARE * budget.forecasts),
+        queries.problem,
+        queries.workers,
+        budget=Budget(min(ROOMY_SHARE * budget.seconds, queries.remaining_seconds / 2), ROOMY_SHARE * budget.forecasts),
         change="memory",
         best=(1 - NOTABLE) * best.forecast.seconds,
     ).run()
-    least = min([best.forecast.seconds, *(each.seconds for each in roomy.fitting)])
-    known = roomy.complete or least < best.forecast.seconds
-    return {"memory": best.forecast.seconds / least - 1} if known else {}
+    fastest = min([best.forecast.seconds, *(outcome.seconds for outcome in roomy.fitting)])
+    conclusive = roomy.complete or fastest < best.forecast.seconds
+    return {"memory": best.forecast.seconds / fastest - 1} if conclusive else {}
 
 
 MOST = 6
@@ -203,9 +205,10 @@ def find_contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
         seconds: time for all measured steps. All plans must fit into memory together. The first plan is always kept.
     """
     assert choice.error_model is not None, "it was asked what may be measured"
-    plans = [each.outcome for each in choose_experiments(choice.error_model, MOST)]
+    plans = [experiment.outcome for experiment in choose_experiments(choice.error_model, MOST)]
     while len(plans) > 1 and not (
-        least_seconds(plans) <= seconds and sum(each.forecast.memory.total for each in plans) <= choice.problem.room
+        least_seconds(plans) <= seconds
+        and sum(outcome.forecast.memory.total for outcome in plans) <= choice.problem.usable_bytes
     ):
         plans.pop()
     return plans
@@ -213,4 +216,4 @@ def find_contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
 
 def least_seconds(outcomes: Sequence[PlanOutcome]) -> float:
     """Return the predicted seconds to run all plans, each for `STEPS` steps, the fewest that are measured."""
-    return STEPS * sum(each.seconds for each in outcomes)
+    return STEPS * sum(outcome.seconds for outcome in outcomes)

@@ -38,58 +38,58 @@ def describe(problem: Problem, candidate: Candidate) -> list[str]:
     """Return the choices of a plan, one in each line."""
     plan, cluster = candidate.plan, problem.cluster
     mesh = plan.mesh
-    lines = [_data(plan)]
+    lines = [_data_parallel_text(plan)]
     if mesh.tp > 1:
         sequence = ", with sequence parallelism" if plan.sequence_parallel else ""
-        lines.append(f"tensor parallelism over {mesh.tp} ranks{_within(mesh, 'tp', cluster)}{sequence}")
+        lines.append(f"tensor parallelism over {mesh.tp} ranks{_nodes_text(mesh, 'tp', cluster)}{sequence}")
     if mesh.cp > 1:
-        how = f"{plan.context}" + (f", exchanged among {plan.ulysses_degree}" if plan.ulysses_degree else "")
-        how += f", in {plan.stripes} stripes" if plan.stripes else ""
-        lines.append(f"context parallelism over {mesh.cp} ranks{_within(mesh, 'cp', cluster)}, {how}")
+        context = f"{plan.context}" + (f", exchanged among {plan.ulysses_degree}" if plan.ulysses_degree else "")
+        context += f", in {plan.stripes} stripes" if plan.stripes else ""
+        lines.append(f"context parallelism over {mesh.cp} ranks{_nodes_text(mesh, 'cp', cluster)}, {context}")
     if mesh.ep > 1:
-        lines.append(f"experts over {mesh.ep} ranks{_within(mesh, 'ep', cluster)}")
+        lines.append(f"experts over {mesh.ep} ranks{_nodes_text(mesh, 'ep', cluster)}")
     if mesh.pp > 1:
         stages = f", {plan.stages_per_rank} stages on each" if plan.stages_per_rank else ""
-        lines.append(f"pipeline of {mesh.pp} ranks{_within(mesh, 'pp', cluster)}{stages}, {plan.schedule}")
-    each = problem.sequences // plan.data_ranks // candidate.micro_batch_size
+        lines.append(f"pipeline of {mesh.pp} ranks{_nodes_text(mesh, 'pp', cluster)}{stages}, {plan.schedule}")
+    number = problem.sequences // plan.data_ranks // candidate.micro_batch_size
     sequences = counted(candidate.micro_batch_size, "sequence")
     lines.append(
-        f"{counted(each, 'microbatch')} of {sequences} on each data-parallel rank, in {candidate.precision.name}"
+        f"{counted(number, 'microbatch')} of {sequences} on each data-parallel rank, in {candidate.precision.name}"
     )
-    lines.append(_recomputed(plan, problem.model.layers))
+    lines.append(_recompute_text(plan, problem.model.layers))
     return lines
 
 
-def _data(plan: Plan) -> str:
+def _data_parallel_text(plan: Plan) -> str:
     mesh, shards = plan.mesh, plan.shard_optimizer
     if plan.data_ranks == 1 and not shards:
         return "one data-parallel rank"
     name = sharding_name(plan)
-    how = (
+    text = (
         f"{name} over {counted(plan.data_ranks, 'data-parallel rank')}"
         if plan.zero_stage
         else f"data parallelism over {counted(plan.data_ranks, 'rank')}"
     )
     if mesh.dp_replicate > 1 and shards:
-        how += f": {mesh.dp_replicate} replicas of {mesh.dp_shard} shards"
+        text += f": {mesh.dp_replicate} replicas of {mesh.dp_shard} shards"
     if plan.data_ranks == 1:
-        how = f"{name} over the {mesh.cp} ranks of cp"
+        text = f"{name} over the {mesh.cp} ranks of cp"
     elif "cp" in shards:
-        how += ", shared along cp too"
+        text += ", shared along cp too"
     if plan.shard_parameters:
-        kept = {
+        gather_times = {
             "layer": "for each use",
             "forward": "once a microbatch",
             "stage": "for each visit of their stage",
             "step": "once a step",
         }
-        how += f", weights gathered {kept[plan.reshard_after]}"
+        text += f", weights gathered {gather_times[plan.reshard_after]}"
     if plan.shard_parameters and not plan.shard_gradients:
-        how += ", gradients reduced once a step"
-    return how
+        text += ", gradients reduced once a step"
+    return text
 
 
-def _recomputed(plan: Plan, blocks: int) -> str:
+def _recompute_text(plan: Plan, blocks: int) -> str:
     if home := re.search(r"\boffload=[^,]*activations:(\w+)", plan.passes or ""):
         return f"every block computed again in the backward pass, from an input that is kept on the {home[1]}"
     if isinstance(plan.recompute, tuple):
@@ -114,7 +114,7 @@ def _recomputed(plan: Plan, blocks: int) -> str:
     }[plan.recompute]
 
 
-def _within(mesh: Mesh, axis: str, cluster: Cluster) -> str:
+def _nodes_text(mesh: Mesh, axis: str, cluster: Cluster) -> str:
     """Return a clause that says whether the ranks of an axis share a node ("": the cluster has only one node)."""
     if cluster.nodes == 1:
         return ""
@@ -136,12 +136,12 @@ def draw_mesh(mesh: Mesh, cluster: Cluster) -> list[str]:
     for node in range(cluster.nodes):
         ranks = range(node * cluster.per_node, min((node + 1) * cluster.per_node, mesh.world))
         places = {axis: sorted({mesh.coordinate(rank, axis) for rank in ranks}) for axis in outer}
-        where = ", ".join(f"{axis} {_span(numbers)}" for axis, numbers in places.items())
+        coordinates = ", ".join(f"{axis} {_span(numbers)}" for axis, numbers in places.items())
         groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in ranks:
             groups[tuple(mesh.coordinate(rank, axis) for axis in outer)].append(mesh.coordinate(rank, inner))
         boxes = " ".join(f"[{inner} {_devices(numbers)}]" for numbers in groups.values())
-        lines.append(f"node {node:<4} {boxes}  {where}".rstrip())
+        lines.append(f"node {node:<4} {boxes}  {coordinates}".rstrip())
     return lines if len(lines) <= SHOWN_NODES else [*lines[: SHOWN_NODES - 1], "...", lines[-1]]
 
 
@@ -155,8 +155,8 @@ def _span(numbers: list[int]) -> str:
 
 def chosen_fields(plan: Plan) -> dict[str, Any]:
     """Return the fields of a plan that differ from their defaults, and the sizes of its axes by name."""
-    chosen = {each.name: getattr(plan, each.name) for each in fields(plan)[1:]}
-    return {**plan.mesh.used, **{name: value for name, value in chosen.items() if value != getattr(Plan, name)}}
+    values = {field.name: getattr(plan, field.name) for field in fields(plan)[1:]}
+    return {**plan.mesh.used, **{name: value for name, value in values.items() if value != getattr(Plan, name)}}
 
 
 def simulate_flags(problem: Problem, candidate: Candidate) -> str:
@@ -168,26 +168,26 @@ def simulate_flags(problem: Problem, candidate: Candidate) -> str:
 
 
 def train_command(
-    problem: Problem, candidate: Candidate, words: str, job: str | None = None, *, run: str = "", name: str = ""
+    problem: Problem, candidate: Candidate, model_options: str, job: str | None = None, *, run: str = "", name: str = ""
 ) -> str:
     """Return the command that trains with a candidate's plan: on this machine, or as a job on several nodes.
 
     Args:
         problem: the problem.
         candidate: the plan.
-        words: options that name the model.
+        model_options: options that name the model.
         job: job file with the model, the plan and the batch, if there is one.
         run: options of the run.
         name: name of the job on several nodes ("": no name).
     """
     size, cluster = candidate.micro_batch_size, problem.cluster
     batch = f"--microbatches {problem.sequences // size} --micro-batch-size {size}"
-    flags = f"{words} {layout_flags(problem, candidate.plan)} {batch} --precision {candidate.precision.name}"
+    flags = f"{model_options} {layout_flags(problem, candidate.plan)} {batch} --precision {candidate.precision.name}"
     train = f"train {f'--config {job}' if job else flags} {run}".rstrip()
     if cluster.nodes == 1:
         return f"shardlab {train}"
-    each = cluster.per_node
-    job = f"--nodes {cluster.nodes} --ranks-per-node {each} --gpus-per-node {each}{f' --name {name}' if name else ''}"
+    ranks = cluster.per_node
+    job = f"--nodes {cluster.nodes} --ranks-per-node {ranks} --gpus-per-node {ranks}{f' --name {name}' if name else ''}"
     return f"shardlab submit {job} -- {train}"
 
 
@@ -210,7 +210,7 @@ def summary(candidate: Candidate) -> str:
     words = [f"{axis} {size}" for axis, size in used.items()]
     if model_kinds(mesh) and plan.zero_stage:
         words.append(f"ZeRO-{plan.zero_stage}")
-    words += [word for word, said in _particulars(plan).items() if said]
+    words += [word for word, applies in _particulars(plan).items() if applies]
     if mesh.pp > 1:
         words.append(f"{plan.schedule}{f' v{plan.stages_per_rank}' if plan.stages_per_rank else ''}")
     words.append(f"mb {candidate.micro_batch_size}")
@@ -281,8 +281,8 @@ def step_shares(workload: Workload) -> StepShares:
 def path_seconds(workload: Workload) -> dict[str, float]:
     """Return the seconds of each part of a step's critical path, the largest first."""
 
-    def parts(each: int) -> dict[str, float]:
-        step = with_microbatches(workload, each)
+    def parts(microbatches: int) -> dict[str, float]:
+        step = with_microbatches(workload, microbatches)
         links = critical_path(step.traced, Clocks(step.traced, step.prices).run())
         return path_parts(step.traced, links, step.cut.place)
 
@@ -300,7 +300,7 @@ def trace_seconds(workload: Workload) -> float:
     """Return the approximate seconds that it takes to trace and replay a step."""
     plan = workload.plan
     assert isinstance(plan, Plan), "programs of their own are not planned"
-    each = workload.microbatches // plan.data_ranks
-    few, more = microbatches_to_replay(plan, each)
+    microbatches = workload.microbatches // plan.data_ranks
+    replayed, additional = microbatches_to_replay(plan, microbatches)
     layers = 2 * workload.model.layers + 2
-    return 2 * layers * (few if few == each else 2 * few + more) / PASSES_A_SECOND
+    return 2 * layers * (replayed if replayed == microbatches else 2 * replayed + additional) / PASSES_A_SECOND

@@ -85,16 +85,16 @@ class ErrorModel:
     @cached_property
     def variance(self) -> float:
         """Variance of an error: that of earlier predictions, or larger if the measured errors vary more."""
-        usual, known = (self.error / TO_MEAN) ** 2, [*self.measured]
-        if len(known) < 2:
+        usual, indices = (self.error / TO_MEAN) ** 2, [*self.measured]
+        if len(indices) < 2:
             return usual
-        inner = self._covariance(usual, known)
+        inner = self._covariance(usual, indices)
         apart = self.errors - self._common(inner)
-        return usual * max(1.0, float(apart @ np.linalg.solve(inner, apart)) / (len(known) - 1))
+        return usual * max(1.0, float(apart @ np.linalg.solve(inner, apart)) / (len(indices) - 1))
 
-    def _covariance(self, variance: float, known: Sequence[int]) -> Array:
-        """Return the covariance of some measured errors without the common part: (known, known)."""
-        return variance * self.kernel[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
+    def _covariance(self, variance: float, indices: Sequence[int]) -> Array:
+        """Return the covariance of some measured errors without the common part: (indices, indices)."""
+        return variance * self.kernel[np.ix_(indices, indices)] + NOISE**2 * np.eye(len(indices))
 
     def _common(self, inner: Array) -> float:
         """Return the common error of the measured plans.
@@ -107,22 +107,22 @@ class ErrorModel:
     @cached_property
     def kernel(self) -> Array:
         """Covariance of the errors without the common part, as a share of the variance: (plans, plans)."""
-        choices = [computing(each.candidate) for each in self.plans]
-        said = [np.array([repr(each[name]) for each in choices]) for name in choices[0]]
-        same = [values[:, None] == values for values in said if len({*values}) > 1]
-        similarity = np.mean(same, axis=0) if same else np.ones((len(choices), len(choices)))
-        every = np.array(
-            [[each.parts.get(name, 0.0) if each else 0.0 for name in self.entries] for each in self.shares]
+        choices = [computation_choices(outcome.candidate) for outcome in self.plans]
+        columns = [np.array([repr(choice[name]) for choice in choices]) for name in choices[0]]
+        equalities = [values[:, None] == values for values in columns if len({*values}) > 1]
+        similarity = np.mean(equalities, axis=0) if equalities else np.ones((len(choices), len(choices)))
+        part_shares = np.array(
+            [[shares.parts.get(name, 0.0) if shares else 0.0 for name in self.entries] for shares in self.shares]
         )
-        squares = (every**2).sum(axis=1)
-        apart = squares[:, None] + squares - 2 * every @ every.T
+        squares = (part_shares**2).sum(axis=1)
+        apart = squares[:, None] + squares - 2 * part_shares @ part_shares.T
         specific = np.exp(-apart / (2 * TELLING**2)) * (similarity == 1)
         return OF_PARTS * self.parts @ self.parts.T + OF_COMPUTING * similarity**STEEP + OWN * specific
 
     @cached_property
     def entries(self) -> list[str]:
         """Names of all entries of `shares`, such as "all-gather on tp"."""
-        return sorted({name for each in self.shares if each for name in each.parts})
+        return sorted({name for shares in self.shares if shares for name in shares.parts})
 
     @cached_property
     def names(self) -> list[str]:
@@ -133,8 +133,8 @@ class ErrorModel:
     def parts(self) -> Array:
         """Share of each part in each step, or 0 if unknown: (plans, parts)."""
         table = np.zeros((len(self.plans), len(self.names)))
-        for row, each in zip(table, self.shares, strict=True):
-            for name, share in each.parts.items() if each else ():
+        for row, shares in zip(table, self.shares, strict=True):
+            for name, share in shares.parts.items() if shares else ():
                 row[self.names.index(_part(name))] += share
         return table
 
@@ -148,15 +148,15 @@ class ErrorModel:
             The weights of the measured errors, (plans, places), and the remaining covariance, (plans, plans). The
             weights of a plan sum to 1, so equal errors of all measured plans apply to every plan.
         """
-        known = list(places)
-        if not known:
+        indices = list(places)
+        if not indices:
             return np.zeros((len(self.plans), 0)), self.prior
-        apart, inner = self.variance * self.kernel, self._covariance(self.variance, known)
-        gain: Array = np.linalg.solve(inner, apart[known]).T.astype(np.float64)
-        ones = np.linalg.solve(inner, np.ones(len(known)))
-        rest = 1 - gain.sum(axis=1)  # weight of the common error that similar plans do not provide
-        left = apart - gain @ apart[known] + np.outer(rest, rest) / ones.sum()
-        return gain + np.outer(rest, ones / ones.sum()), left
+        apart, inner = self.variance * self.kernel, self._covariance(self.variance, indices)
+        gain: Array = np.linalg.solve(inner, apart[indices]).T.astype(np.float64)
+        ones = np.linalg.solve(inner, np.ones(len(indices)))
+        common_weights = 1 - gain.sum(axis=1)  # weight of the common error that similar plans do not provide
+        covariance = apart - gain @ apart[indices] + np.outer(common_weights, common_weights) / ones.sum()
+        return gain + np.outer(common_weights, ones / ones.sum()), covariance
 
     @cached_property
     def errors(self) -> Array:
@@ -166,32 +166,37 @@ class ErrorModel:
     @cached_property
     def seconds(self) -> list[float]:
         """Seconds of each plan's step: measured, or predicted and corrected."""
-        off = self.condition_on([*self.measured])[0] @ self.errors
-        predicted = [each.seconds * exp(float(more)) for each, more in zip(self.plans, off, strict=True)]
+        corrections = self.condition_on([*self.measured])[0] @ self.errors
+        predicted = [
+            outcome.seconds * exp(float(correction))
+            for outcome, correction in zip(self.plans, corrections, strict=True)
+        ]
         return [self.measured.get(at, seconds) for at, seconds in enumerate(predicted)]
 
     @cached_property
     def expected_errors(self) -> list[float]:
         """Expected relative error of each of `seconds`."""
-        left = np.diag(self.condition_on([*self.measured])[1])
-        return [TO_MEAN * (NOISE if at in self.measured else sqrt(max(0.0, float(v)))) for at, v in enumerate(left)]
+        variances = np.diag(self.condition_on([*self.measured])[1])
+        return [
+            TO_MEAN * (NOISE if at in self.measured else sqrt(max(0.0, float(v)))) for at, v in enumerate(variances)
+        ]
 
     def expected_error_of(self, candidate: Candidate) -> float:
         """Return the expected relative error of one plan's time."""
-        at = next(at for at, each in enumerate(self.plans) if each.candidate == candidate)
+        at = next(at for at, outcome in enumerate(self.plans) if outcome.candidate == candidate)
         return self.expected_errors[at]
 
     @cached_property
     def factors(self) -> dict[str, float]:
         """Ratio of measured to predicted time of each part of a step, estimated from the measured steps."""
-        known = [*self.measured]
-        if not known:
+        indices = [*self.measured]
+        if not indices:
             return dict.fromkeys(self.names, 1.0)
-        inner = self._covariance(self.variance, known)
+        inner = self._covariance(self.variance, indices)
         common = self._common(inner)
         solved = self.variance * np.linalg.solve(inner, self.errors - common)
-        of_parts = OF_PARTS * self.parts[known].T @ solved
-        return {name: exp(common + float(more)) for name, more in zip(self.names, of_parts, strict=True)}
+        of_parts = OF_PARTS * self.parts[indices].T @ solved
+        return {name: exp(common + float(error)) for name, error in zip(self.names, of_parts, strict=True)}
 
 
 def _part(name: str) -> str:
@@ -203,11 +208,11 @@ COMPUTING = ("schedule", "stages_per_rank", "sequence_parallel", "recompute", "c
 """Fields of a plan that decide how its ranks compute, in addition to the mesh."""
 
 
-def computing(candidate: Candidate) -> dict[str, Any]:
+def computation_choices(candidate: Candidate) -> dict[str, Any]:
     """Return the choices of a candidate that decide how its ranks compute, by name."""
     sizes = {axis: size for axis, size in candidate.plan.mesh.sizes().items() if not axis.startswith("dp_")}
-    said = {name: getattr(candidate.plan, name) for name in COMPUTING}
-    return {**sizes, **said, "micro_batch_size": candidate.micro_batch_size, "precision": candidate.precision.name}
+    choices = {name: getattr(candidate.plan, name) for name in COMPUTING}
+    return {**sizes, **choices, "micro_batch_size": candidate.micro_batch_size, "precision": candidate.precision.name}
 
 
 WORTH = 0.001
@@ -220,11 +225,11 @@ class Experiment:
 
     Attributes:
         outcome: the plan with its prediction.
-        why: reason to measure it, in words.
+        reason: reason to measure it, in words.
     """
 
     outcome: PlanOutcome
-    why: str
+    reason: str
 
 
 def choose_experiments(model: ErrorModel, count: int) -> list[Experiment]:
@@ -236,57 +241,60 @@ def choose_experiments(model: ErrorModel, count: int) -> list[Experiment]:
     plan that is similar to a measured one, so it is not chosen.
     """
     best = min(range(len(model.plans)), key=lambda at: (model.seconds[at], at))
-    known, chosen = [*model.measured], list[Experiment]()
+    observations, experiments = [*model.measured], list[Experiment]()
     if best not in model.measured:
-        known.append(best)
-        chosen.append(Experiment(model.plans[best], "the fastest so far; the others are compared with it"))
-    while len(chosen) < count:
-        left = model.condition_on(known)[1]
+        observations.append(best)
+        experiments.append(Experiment(model.plans[best], "the fastest so far; the others are compared with it"))
+    while len(experiments) < count:
+        covariance = model.condition_on(observations)[1]
         near = [
             at
             for at, seconds in enumerate(model.seconds)
-            if seconds <= model.seconds[best] * (1 + model.error) and not any(_same(model, at, one) for one in known)
+            if seconds <= model.seconds[best] * (1 + model.error)
+            and not any(_are_equally_fast(model, at, one) for one in observations)
         ]
-        gains = {at: _improvement(model, best, at, left) for at in near}
+        gains = {at: _improvement(model, best, at, covariance) for at in near}
         at = max(gains, key=lambda place: (gains[place][0], -place), default=best)
         if at == best or gains[at][0] < WORTH:
             break
-        chosen.append(Experiment(model.plans[at], _why(model, best, at, gains[at][1])))
-        known.append(at)
-    return chosen
+        experiments.append(Experiment(model.plans[at], _reason_text(model, best, at, gains[at][1])))
+        observations.append(at)
+    return experiments
 
 
-def _same(model: ErrorModel, one: int, other: int) -> bool:
+def _are_equally_fast(model: ErrorModel, one: int, other: int) -> bool:
     """Return whether two plans are equally fast up to rounding, such as schedules of a single microbatch."""
     return isclose(model.plans[one].seconds, model.plans[other].seconds, rel_tol=1e-9)
 
 
-def _improvement(model: ErrorModel, best: int, at: int, left: Array) -> tuple[float, float]:
+def _improvement(model: ErrorModel, best: int, at: int, covariance: Array) -> tuple[float, float]:
     """Return a plan's expected improvement over the best one, as a share of the step, and the chance that it is faster.
 
     Args:
-        left: covariance of the errors, given the plans that are measured or chosen so far: (plans, plans).
+        covariance: covariance of the errors, given the plans that are measured or chosen so far: (plans, plans).
     """
     slower = model.seconds[at] / model.seconds[best] - 1
-    spread = sqrt(max(1e-12, float(left[at, at] + left[best, best] - 2 * left[at, best])))
+    spread = sqrt(max(1e-12, float(covariance[at, at] + covariance[best, best] - 2 * covariance[at, best])))
     chance = 0.5 * (1 + erf(-slower / spread / sqrt(2)))
     return spread * exp(-0.5 * (slower / spread) ** 2) / sqrt(2 * pi) - slower * chance, chance
 
 
-def _why(model: ErrorModel, best: int, at: int, chance: float) -> str:
+def _reason_text(model: ErrorModel, best: int, at: int, chance: float) -> str:
     """Return in words how likely a plan is to be faster than the best one, and in which uncertain parts they differ."""
     slower = model.seconds[at] / model.seconds[best] - 1
-    one, another = model.plans[best].candidate, model.plans[at].candidate
-    tells = _differing(computing(one), computing(another))
+    fastest, candidate = model.plans[best].candidate, model.plans[at].candidate
+    subjects = _differing(computation_choices(fastest), computation_choices(candidate))
     mine, other = model.shares[best], model.shares[at]
     if mine and other:
-        apart = {name: other.parts.get(name, 0.0) - mine.parts.get(name, 0.0) for name in {*mine.parts, *other.parts}}
-        name = max(sorted(apart), key=lambda name: apart[name])
-        if apart[name] >= TELLING:
-            tells.append(f"{name} ({other.parts[name]:.1%} of its step instead of {mine.parts.get(name, 0.0):.1%})")
-    tells = tells or _differing(chosen_fields(one.plan), chosen_fields(another.plan))
-    about = f"; it differs in {', '.join(tells)}" if tells else ""
-    return f"expected {slower:.1%} slower, and faster with a chance of {chance:.0%}{about}"
+        differences = {
+            name: other.parts.get(name, 0.0) - mine.parts.get(name, 0.0) for name in {*mine.parts, *other.parts}
+        }
+        name = max(sorted(differences), key=lambda name: differences[name])
+        if differences[name] >= TELLING:
+            subjects.append(f"{name} ({other.parts[name]:.1%} of its step instead of {mine.parts.get(name, 0.0):.1%})")
+    subjects = subjects or _differing(chosen_fields(fastest.plan), chosen_fields(candidate.plan))
+    subject_text = f"; it differs in {', '.join(subjects)}" if subjects else ""
+    return f"expected {slower:.1%} slower, and faster with a chance of {chance:.0%}{subject_text}"
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -321,7 +329,7 @@ MeasuredOutcome = tuple[PlanOutcome, float]
 
 def out_of_memory(measured: Sequence[MeasuredStep]) -> frozenset[Candidate]:
     """Return the plans that ran out of memory in any of their runs."""
-    return frozenset(each.candidate for each in measured if each.seconds is None)
+    return frozenset(step.candidate for step in measured if step.seconds is None)
 
 
 def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], workers: Workers) -> list[MeasuredOutcome]:
@@ -330,20 +338,20 @@ def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], worker
     Raises:
         UserError: if a plan is not in the space of the problem, or a time is so far off that its unit must be wrong.
     """
-    lost, steps_of = out_of_memory(measured), dict[Candidate, list[MeasuredStep]]()
+    failures, steps_of = out_of_memory(measured), dict[Candidate, list[MeasuredStep]]()
     for step in measured:
         _require_in_space(problem, step)
-        if step.candidate not in lost:
+        if step.candidate not in failures:
             steps_of.setdefault(step.candidate, []).append(step)
-    coming = [workers.submit(partial(forecast_query, Query(each))) for each in steps_of]
+    futures = [workers.submit(partial(forecast_query, Query(candidate))) for candidate in steps_of]
     outcomes: list[MeasuredOutcome] = []
-    for (candidate, steps), future in zip(steps_of.items(), coming, strict=True):
+    for (candidate, steps), future in zip(steps_of.items(), futures, strict=True):
         if (answer := future.result()) is None:
             name, cluster = problem.recipe.name, problem.cluster
             raise UserError(f"{steps[0].source}: {name} cannot run this plan on {cluster}; leave it out")
         for step in steps:
             _require_seconds(step, answer.forecast.seconds)
-        seconds = median(each.seconds for each in steps if each.seconds)
+        seconds = median(step.seconds for step in steps if step.seconds)
         outcomes.append((PlanOutcome(candidate, answer.forecast), seconds))
     return outcomes
 
@@ -403,29 +411,31 @@ def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
     return max(error, max(times, default=1.0) / min(times, default=1.0) - 1)
 
 
-def fit_errors(results: Results, measured: Sequence[MeasuredOutcome], error: float, timed: TimedQueries) -> ErrorModel:
+def fit_errors(
+    results: Results, measured: Sequence[MeasuredOutcome], error: float, queries: TimedQueries
+) -> ErrorModel:
     """Fit an error model to measured steps, and correct the seconds of the results of a search.
 
     Args:
         results: results of the search. Measured plans are added to them, and their order changes.
         measured: measured plans that fit.
         error: mean absolute relative error of a prediction.
-        timed: queries for the parts of step times, as long as there is time.
+        queries: queries for the parts of step times, as long as there is time.
     """
     ran = [outcome for outcome, _ in measured]
-    others = [each for each in results.outcomes if each.candidate not in {one.candidate for one in ran}]
-    plans = [*ran, *sorted((each for each in others if each.fits), key=lambda each: each.rank)]
-    known: dict[int, StepShares | None] = {}
+    others = [outcome for outcome in results.outcomes if outcome.candidate not in {one.candidate for one in ran}]
+    plans = [*ran, *sorted((outcome for outcome in others if outcome.fits), key=lambda outcome: outcome.rank)]
+    shares: dict[int, StepShares | None] = {}
     places = {at: seconds for at, (_, seconds) in enumerate(measured)}
     while True:
-        model = ErrorModel(plans, [known.get(at) for at in range(len(plans))], places, error)
+        model = ErrorModel(plans, [shares.get(at) for at in range(len(plans))], places, error)
         fastest = sorted(range(len(plans)), key=lambda at: model.seconds[at])[:LOOKED_AT]
-        if not (unknown := {*places, *fastest} - known.keys()):
+        if not (unknown := {*places, *fastest} - shares.keys()):
             break
-        coming = {at: timed.ask(Query(plans[at].candidate, plans[at].forecast, shares=True)) for at in unknown}
-        answers = {at: timed.answer(future, LOOKED_FOR) for at, future in coming.items()}
-        known |= {at: answer and answer.shares for at, answer in answers.items()}
+        pending = {at: queries.ask(Query(plans[at].candidate, plans[at].forecast, shares=True)) for at in unknown}
+        answers = {at: queries.answer(future, LOOKED_FOR) for at, future in pending.items()}
+        shares |= {at: answer and answer.shares for at, answer in answers.items()}
     if measured:
-        again = [replace(each, corrected=seconds) for each, seconds in zip(plans, model.seconds, strict=True)]
-        results.outcomes = [*again, *(each for each in others if not each.fits)]
+        corrected = [replace(outcome, corrected=seconds) for outcome, seconds in zip(plans, model.seconds, strict=True)]
+        results.outcomes = [*corrected, *(outcome for outcome in others if not outcome.fits)]
     return model

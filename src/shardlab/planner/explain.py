@@ -14,37 +14,37 @@ from shardlab.strategies.plan.plan import Plan
 def explain_choice(choice: PlanChoice) -> dict[str, list[str]]:
     """Return the lines that answer each question behind a choice, in the order in which an expert asks them."""
     return {
-        "1. Does it fit?": [*_state(choice), *_instead(choice, "fit")],
-        "2. What batch?": [*_batch(choice), *_instead(choice, "batch")],
-        "3. How fast?": [*_speed(choice), *_instead(choice, "speed")],
+        "1. Does it fit?": [*_state(choice), *_alternative_lines(choice, "fit")],
+        "2. What batch?": [*_batch(choice), *_alternative_lines(choice, "batch")],
+        "3. How fast?": [*_speed(choice), *_alternative_lines(choice, "speed")],
     }
 
 
 def _state(choice: PlanChoice) -> list[str]:
     """Return lines about memory: the model state without and with ZeRO, the activations, and the chosen plan."""
     problem, precision = choice.problem, choice.best.candidate.precision
-    room, devices, count = problem.cluster.device.memory, problem.cluster.size, problem.model.parameter_count
+    capacity, devices, count = problem.cluster.device.memory, problem.cluster.size, problem.model.parameter_count
     zero = [
         model_state(zero_plan(devices, stage), count, precision, problem.recipe, problem.optimizer)
         for stage in range(4)
     ]
     weights, gradients, optimizer = zero[0]
     whole = weights + gradients + optimizer
-    than = "more than" if whole > room else "of"
-    many = f"{count / 1e9:,.2f} billion" if count >= 1e8 else f"{count:,}"
+    comparison = "more than" if whole > capacity else "of"
+    count_text = f"{count / 1e9:,.2f} billion" if count >= 1e8 else f"{count:,}"
     lines = [
-        f"{many} parameters in {precision.name}: weights {bytes_text(weights, 1)}, gradients "
+        f"{count_text} parameters in {precision.name}: weights {bytes_text(weights, 1)}, gradients "
         f"{bytes_text(gradients, 1)}, {problem.optimizer}'s state {bytes_text(optimizer, 1)}; together "
-        f"{bytes_text(whole, 1)}, {than} the {memory_text(room)} of a device"
+        f"{bytes_text(whole, 1)}, {comparison} the {memory_text(capacity)} of a device"
     ]
     if devices > 1:
-        shown = ", ".join(f"ZeRO-{stage} {bytes_text(sum(zero[stage]), 1)}" for stage in (1, 2, 3))
-        lines.append(f"shared over {devices:,} devices: {shown} on each")
+        zero_text = ", ".join(f"ZeRO-{stage} {bytes_text(sum(zero[stage]), 1)}" for stage in (1, 2, 3))
+        lines.append(f"shared over {devices:,} devices: {zero_text} on each")
     costs, alone = PassCosts(problem), Candidate(Plan(), 1, precision)
     none, full = costs.of(alone, "none"), costs.of(alone, "full")
     lines.append(
-        f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.kept, 1)} of activations, and "
-        f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.kept + full.block, 1)} if every block "
+        f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.saved_bytes, 1)} of activations, and "
+        f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.saved_bytes + full.block, 1)} if every block "
         "is computed again"
     )
     memory, misses = choice.best.forecast.memory, choice.results.misses()
@@ -57,13 +57,13 @@ def _state(choice: PlanChoice) -> list[str]:
 def _batch(choice: PlanChoice) -> list[str]:
     problem, candidate = choice.problem, choice.best.candidate
     ranks, size = candidate.plan.data_ranks, candidate.micro_batch_size
-    each = problem.sequences // ranks
+    rank_sequences = problem.sequences // ranks
     lines = [
         f"{counted(problem.sequences, 'sequence')} a step are {problem.tokens:,} tokens; at most "
         f"{counted(problem.sequences, 'data-parallel rank')} can share them; more devices must also split the model or "
         "the sequences",
-        f"{counted(ranks, 'data-parallel rank')} get{'s' * (ranks == 1)} {counted(each, 'sequence')}"
-        f"{' each' * (ranks > 1)}, in {counted(each // size, 'microbatch')} of {size}",
+        f"{counted(ranks, 'data-parallel rank')} get{'s' * (ranks == 1)} {counted(rank_sequences, 'sequence')}"
+        f"{' each' * (ranks > 1)}, in {counted(rank_sequences // size, 'microbatch')} of {size}",
     ]
     if "batch" in choice.helps:
         lines.append(f"twice the batch would give this very plan {choice.helps['batch']:+.1%} tokens/s")
@@ -73,10 +73,10 @@ def _batch(choice: PlanChoice) -> list[str]:
 def _speed(choice: PlanChoice) -> list[str]:
     problem, best, shares = choice.problem, choice.best, choice.answer.shares
     workload = problem.workload(best.candidate)
-    least = workload.mfu(1.0)  # the MFU of a step of 1 s is the seconds of the step at peak FLOP/s
+    ideal = workload.mfu(1.0)  # the MFU of a step of 1 s is the seconds of the step at peak FLOP/s
     lines = [
         f"at the peak of {problem.cluster.size:,} {problem.cluster.device.name} the model's matrix products would take "
-        f"{seconds_text(least)}; the step takes {seconds_text(best.seconds)}, an MFU of {least / best.seconds:.1%}",
+        f"{seconds_text(ideal)}; the step takes {seconds_text(best.seconds)}, an MFU of {ideal / best.seconds:.1%}",
         f"its time goes to {shares}" if shares else f"what its time goes to is not known: {choice.unknown}",
     ]
     for outcome, answer in choice.families:
@@ -87,7 +87,10 @@ def _speed(choice: PlanChoice) -> list[str]:
     return lines
 
 
-def _instead(choice: PlanChoice, topic: Topic) -> list[str]:
+def _alternative_lines(choice: PlanChoice, topic: Topic) -> list[str]:
     """Return one line for each alternative about a topic."""
-    about = [each for each in choice.alternatives if each.topic == topic]
-    return [f"{each.choice}: {alternative_text(each, choice.answer, choice.problem)}" for each in about]
+    alternatives = [alternative for alternative in choice.alternatives if alternative.topic == topic]
+    return [
+        f"{alternative.choice}: {alternative_text(alternative, choice.answer, choice.problem)}"
+        for alternative in alternatives
+    ]

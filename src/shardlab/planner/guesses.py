@@ -73,13 +73,13 @@ def _microbatches(costs: PassCosts, line: Candidate) -> int:
 
 def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     """Return the seconds of a step: passes on the last pipeline rank, the bubble, and exposed communication."""
-    plan, each, pp = line.plan, _microbatches(costs, line), line.plan.mesh.pp
+    plan, microbatches, pp = line.plan, _microbatches(costs, line), line.plan.mesh.pp
     head = 0.0 if costs.problem.recipe.defaults.stages == "cost" else layers.head
     bubble = SPLIT_BUBBLE if plan.schedule_name.startswith(("zb", "v-", "dual")) else 1.0
-    slots = each + bubble * (pp - 1) / (plan.stages_per_rank or 1)
+    slots = microbatches + bubble * (pp - 1) / (plan.stages_per_rank or 1)
     passes = slots * ((layers.seconds - head) / pp + head)
-    before, beside = _data_parallel_seconds(costs, line, layers)
-    return max(passes, beside) + before + EXPOSED_MESSAGES * _message_seconds(costs, line)
+    exposed, concurrent = _data_parallel_seconds(costs, line, layers)
+    return max(passes, concurrent) + exposed + EXPOSED_MESSAGES * _message_seconds(costs, line)
 
 
 def _message_seconds(costs: PassCosts, line: Candidate) -> float:
@@ -101,7 +101,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
     first gather is prefetched, and the others are awaited (`ParameterGatherer`). If attention gathers keys and values
     over the axis of the prefetched gather, attention waits for the prefetched gather, which was issued before.
     """
-    plan, precision, each = line.plan, line.precision, _microbatches(costs, line)
+    plan, precision, microbatches = line.plan, line.precision, _microbatches(costs, line)
     prices, mesh = costs.cluster_prices(line), line.plan.mesh
     weights = layers.weights / mesh.pp
 
@@ -127,27 +127,30 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
         return seconds
 
     try:
-        reduced = (each if plan.shard_gradients else 1) * reductions()
+        reduced = (microbatches if plan.shard_gradients else 1) * reductions()
         if not plan.shard_parameters:
             return sum(gathers(plan.shard_optimizer)), reduced
         prefetched, *awaited = gathers(plan.shard_parameters)
     except UserError:  # the profile lacks a collective
         return 0.0, 0.0
-    stays = mesh.pp * (plan.stages_per_rank or 1) / costs.problem.model.layers  # one block of a stage stays gathered
-    uses = {"layer": max(1.0, 2 * each * (1 - stays)), "forward": each + 1, "stage": each, "step": 1}[
-        plan.reshard_after
-    ]
+    resident = mesh.pp * (plan.stages_per_rank or 1) / costs.problem.model.layers  # one block of a stage stays gathered
+    uses = {
+        "layer": max(1.0, 2 * microbatches * (1 - resident)),
+        "forward": microbatches + 1,
+        "stage": microbatches,
+        "step": 1,
+    }[plan.reshard_after]
     queued = prefetched if plan.shard_parameters[-1] == "cp" and plan.context == "all_gather" else 0.0
     return uses * (sum(awaited) + queued), uses * (prefetched - queued) + reduced
 
 
 def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     """Return the approximate bytes of the fullest device, as `device_memory` counts them."""
-    problem, plan, precision, each = costs.problem, line.plan, line.precision, _microbatches(costs, line)
+    problem, plan, precision, microbatches = costs.problem, line.plan, line.precision, _microbatches(costs, line)
     pp, stages, mesh, schedule = plan.mesh.pp, plan.stages_per_rank or 1, plan.mesh, plan.schedule_name
     flights = {
-        "gpipe": each,
-        "breadth-first": each,
+        "gpipe": microbatches,
+        "breadth-first": microbatches,
         "zb-h2": 2 * pp - 1,
         "interleaved-1f1b": pp + (pp - 1) / stages,
         "v-half": (pp + 2) // 2,
@@ -168,9 +171,10 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
 
     def peak(stage: int) -> Peak:
         last = stage == pp - 1
-        flight = min(flights.get(schedule, 1 if last else pp), each)
-        losses = min(pp, each) if schedule.startswith("zb") else 1  # zb schedules compute gradients of weights later
-        bytes = state + layers.kept / pp * flight + last * losses * layers.logits
+        flight = min(flights.get(schedule, 1 if last else pp), microbatches)
+        # zb schedules compute gradients of weights later
+        losses = min(pp, microbatches) if schedule.startswith("zb") else 1
+        bytes = state + layers.saved_bytes / pp * flight + last * losses * layers.logits
         return Peak(mesh.group(0, "pp").ranks[stage], int(bytes), by_category, OpKind.BACKWARD, 0, 0)
 
     return device_memory(problem.workload(line), [peak(stage) for stage in sorted({0, pp - 1})]).unlimited
@@ -182,7 +186,7 @@ def share_between(none: float, full: float, share: str) -> float:
 
 
 def _passes_to_replay(costs: PassCosts, line: Candidate) -> float:
-    plan, each = line.plan, _microbatches(costs, line)
+    plan, microbatches = line.plan, _microbatches(costs, line)
     ring = plan.context == "ring" and plan.mesh.cp > plan.ulysses
-    few = each if ring else min(each, sum(microbatches_to_replay(plan, each)))
-    return few * plan.mesh.pp * (plan.stages_per_rank or 1) * (8 if ring else 1)
+    replayed = microbatches if ring else min(microbatches, sum(microbatches_to_replay(plan, microbatches)))
+    return replayed * plan.mesh.pp * (plan.stages_per_rank or 1) * (8 if ring else 1)

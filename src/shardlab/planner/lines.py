@@ -91,7 +91,7 @@ def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | Non
         return None
 
 
-def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **words: Any) -> Candidate | None:
+def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **fields: Any) -> Candidate | None:
     """Return a line on a mesh, with fields adapted to the axes of the mesh (None: there is no such plan).
 
     Args:
@@ -100,19 +100,21 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
             `wide`, or with `dp_shard` 1), unless the user fixes the split.
         size: sequences of a microbatch.
         precision: precision of the step.
-        words: fields of the plan; also `zero` for the stage of ZeRO, `along` for sharding over cp too, and `wide` for
+        fields: fields of the plan; also `zero` for the stage of ZeRO, `along` for sharding over cp too, and `wide` for
             sharding the optimizer state over replicas too.
     """
     limits, defaults, can = problem.limits, problem.recipe.defaults, problem.recipe.can_run
-    zero, along, wide = (words.pop(name, default) for name, default in (("zero", 1), ("along", False), ("wide", False)))
+    zero, along, wide = (
+        fields.pop(name, default) for name, default in (("zero", 1), ("along", False), ("wide", False))
+    )
     if problem.sequences % (mesh.dp_replicate * mesh.dp_shard * mesh.ep * size):
         return None
     if not limits.allows("micro_batch_size", size) or not cuts_sequences(problem, mesh.cp):
         return None
     zero = can.conform_stage(zero, mesh.pp)
     along = (can.shards_over_cp == "always" if can.shards_over_cp else along) and mesh.cp > 1
-    together = can.state_over_replicas == "with gradients"
-    wide = wide and zero > (2 if together else 1) and can.state_over_replicas != "never"
+    with_gradients = can.state_over_replicas == "with gradients"
+    wide = wide and zero > (2 if with_gradients else 1) and can.state_over_replicas != "never"
     if not splits_given(problem):
         zero = zero if mesh.dp_shard > 1 or along else 0
         if (zero < 2 and not wide) or mesh.dp_shard == 1:
@@ -120,27 +122,27 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
     axes = (*(("dp_shard",) if mesh.dp_shard > 1 else ()), *(("cp",) if along else ()))
     zero = zero if axes else 0
     if mesh.tp == 1 or can.sequence_parallel:
-        words["sequence_parallel"] = mesh.tp > 1 and can.sequence_parallel == "always"
+        fields["sequence_parallel"] = mesh.tp > 1 and can.sequence_parallel == "always"
     if mesh.pp == 1:
-        words |= {"schedule": "1f1b", "stages_per_rank": None}
+        fields |= {"schedule": "1f1b", "stages_per_rank": None}
     if mesh.cp == 1:
-        words |= {"context": "ring", "ulysses_degree": None}
-    if words.get("context", "ring") != "ring" or not 1 < (words.get("ulysses_degree") or 1) < mesh.cp:
-        words["ulysses_degree"] = None
-    if zero < 3 or (mesh.pp == 1 and words.get("reshard_after") == "stage"):
-        words["reshard_after"] = "layer"
-    elif (ways := can.reshards(mesh.pp)) and words.get("reshard_after", "layer") not in ways:
-        words["reshard_after"] = ways[0]
-    whole = can.gradients_with_pp == "whole" and mesh.pp > 1 and zero > 2
+        fields |= {"context": "ring", "ulysses_degree": None}
+    if fields.get("context", "ring") != "ring" or not 1 < (fields.get("ulysses_degree") or 1) < mesh.cp:
+        fields["ulysses_degree"] = None
+    if zero < 3 or (mesh.pp == 1 and fields.get("reshard_after") == "stage"):
+        fields["reshard_after"] = "layer"
+    elif (values := can.reshards(mesh.pp)) and fields.get("reshard_after", "layer") not in values:
+        fields["reshard_after"] = values[0]
+    whole_gradients = can.gradients_with_pp == "whole" and mesh.pp > 1 and zero > 2
     state = (*axes, *(("dp_replicate",) if wide and mesh.dp_replicate > 1 else ())) if zero else ()
-    words |= {
+    fields |= {
         "shard_parameters": axes if zero > 2 else (),
-        "shard_gradients": (state if together else axes) if zero > 1 and not whole else (),
+        "shard_gradients": (state if with_gradients else axes) if zero > 1 and not whole_gradients else (),
         "shard_optimizer": state,
         "reduce_at": defaults.reduction(zero),
     }
     try:
-        plan = Plan(mesh, **(words | limits.fields))
+        plan = Plan(mesh, **(fields | limits.fields))
         plan = replace(plan, **({"layers_per_stage": layers_of_stages(problem, plan)} | limits.fields))
         candidate = Candidate(plan, size, precision)
         plan.bounds(plan_layers(problem.model, plan).pipeline_units)  # requires that the model divides into stages
@@ -157,11 +159,11 @@ def splits_given(problem: Problem) -> bool:
     return bool({"dp_replicate", "dp_shard", *SHARDED} & set(problem.limits.fixed))
 
 
-def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | None:
+def change_line(problem: Problem, line: Candidate, **changes: Any) -> Candidate | None:
     """Return a line with some arguments of `make_line` changed (None: there is no such plan)."""
-    plan, was = line.plan, line.plan.mesh
-    all: dict[str, Any] = {
-        "mesh": was,
+    plan, old_mesh = line.plan, line.plan.mesh
+    arguments: dict[str, Any] = {
+        "mesh": old_mesh,
         "size": line.micro_batch_size,
         "precision": line.precision,
         "zero": plan.zero_stage,
@@ -174,16 +176,16 @@ def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | 
         "context": plan.context,
         "ulysses_degree": plan.ulysses_degree,
         "recompute": own_recompute(plan),
-        **words,
+        **changes,
     }
-    mesh: Mesh = all["mesh"]
-    if mesh.tp > 1 and was.tp == 1:
-        all["sequence_parallel"] = True
-    if mesh.dp_shard > 1 and was.dp_shard == 1:
-        all["zero"] = all["zero"] or 1
-    if all["stages_per_rank"] and "stages_per_rank" not in words:
-        all |= nearest_stages(problem, mesh.pp, all["stages_per_rank"] * was.pp)
-    return make_line(problem, **all)
+    mesh: Mesh = arguments["mesh"]
+    if mesh.tp > 1 and old_mesh.tp == 1:
+        arguments["sequence_parallel"] = True
+    if mesh.dp_shard > 1 and old_mesh.dp_shard == 1:
+        arguments["zero"] = arguments["zero"] or 1
+    if arguments["stages_per_rank"] and "stages_per_rank" not in changes:
+        arguments |= nearest_stages(problem, mesh.pp, arguments["stages_per_rank"] * old_mesh.pp)
+    return make_line(problem, **arguments)
 
 
 def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
     counts = stage_counts(problem.model.layers, pp)
     if not counts:
         return {"schedule": "1f1b", "stages_per_rank": None}
-    return {"stages_per_rank": min(counts, key=lambda each: abs(each * pp - stages))}
+    return {"stages_per_rank": min(counts, key=lambda count: abs(count * pp - stages))}
 
 
 # Seeds: lines that an expert tries first.
@@ -230,16 +232,16 @@ def _least_pp(problem: Problem) -> int:
 
 
 def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
-    seq_len, most = problem.model.seq_len, problem.sequences // (mesh.dp_shard * mesh.ep)
-    allowed = [size for size in divisors(most) if problem.limits.allows("micro_batch_size", size)]
+    seq_len, rank_sequences = problem.model.seq_len, problem.sequences // (mesh.dp_shard * mesh.ep)
+    allowed = [size for size in divisors(rank_sequences) if problem.limits.allows("micro_batch_size", size)]
     sizes = [size for size in allowed if size in (1, 2, 4) and size * seq_len <= SEED_TOKENS * mesh.tp * mesh.cp]
     if not (sizes := sizes or allowed[:1]):
         return
-    words: dict[str, Any] = {"sequence_parallel": mesh.tp > 1}
+    fields: dict[str, Any] = {"sequence_parallel": mesh.tp > 1}
     can = problem.recipe.can_run
     if mesh.cp > 1:
         context = "all_gather" if not can.context or "all_gather" in can.context else can.context[0]
-        words |= {"context": context, "along": mesh.dp_shard == 1 and mesh.ep == 1}
+        fields |= {"context": context, "along": mesh.dp_shard == 1 and mesh.ep == 1}
     node = problem.cluster.per_node
     near = max(1, node // (mesh.tp * mesh.cp * mesh.ep)) if node % (mesh.tp * mesh.cp * mesh.ep) == 0 else 1
     plans: list[tuple[Mesh, int, dict[str, Any]]] = [(mesh, sizes[-1], {"zero": 1})]
@@ -248,17 +250,17 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
         schedules: list[dict[str, Any]] = [{}, {"schedule": "zb-h1"}]
         if counts:
             schedules.append({"schedule": "interleaved-1f1b", "stages_per_rank": counts[min(1, len(counts) - 1)]})
-        plans = [(mesh, sizes[-1], {"zero": zero, **each}) for zero, each in product((1, 3), schedules)]
+        plans = [(mesh, sizes[-1], {"zero": zero, **schedule}) for zero, schedule in product((1, 3), schedules)]
     else:
         plans += [(mesh, size, {"zero": 3}) for size in dict.fromkeys((sizes[0], sizes[-1]))]
         if mesh.dp_shard > near > 1 and mesh.dp_shard % near == 0:
             plans.append((replace(mesh, dp_replicate=mesh.dp_shard // near, dp_shard=near), sizes[-1], {"zero": 3}))
     if splits_given(problem):
         meshes = [replace(mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, mesh.dp_shard)]
-        plans = [(each, size, options) for each in meshes for _, size, options in plans]
-    kept = ("none", PER_OP) if PER_OP in can.recompute else ("none",)
-    for (each, size, options), precision, recompute in product(plans, problem.precisions, kept):
-        line = make_line(problem, each, size, precision, **(words | options | {"recompute": recompute}))
+        plans = [(plan_mesh, size, options) for plan_mesh in meshes for _, size, options in plans]
+    recomputations = ("none", PER_OP) if PER_OP in can.recompute else ("none",)
+    for (plan_mesh, size, options), precision, recompute in product(plans, problem.precisions, recomputations):
+        line = make_line(problem, plan_mesh, size, precision, **(fields | options | {"recompute": recompute}))
         if line is not None:
             yield line
 
@@ -271,18 +273,18 @@ def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
 
     A change affects mesh and microbatch, recomputation, sharding, schedule, context, or precision.
     """
-    near = dict.fromkeys(change_line(problem, line, **words) for words in _changes(problem, line))
-    return [each for each in near if each not in (None, line)]
+    near = dict.fromkeys(change_line(problem, line, **changes) for changes in _changes(problem, line))
+    return [neighbour for neighbour in near if neighbour not in (None, line)]
 
 
 def every_line(problem: Problem) -> list[Candidate]:
     """Return all lines of a small problem that a search can reach."""
     lines = dict.fromkeys(seeds(problem))
-    waiting = list(lines)
-    while waiting:
-        near = [each for each in neighbours(problem, waiting.pop()) if each not in lines]
+    queue = list(lines)
+    while queue:
+        near = [line for line in neighbours(problem, queue.pop()) if line not in lines]
         lines.update(dict.fromkeys(near))
-        waiting += near
+        queue += near
     return list(lines)
 
 
@@ -290,12 +292,12 @@ def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:
     plan, mesh, size, model = line.plan, line.plan.mesh, line.micro_batch_size, problem.model
     for other in _meshes_near(problem, mesh):
         sizes = (size, size * 2, size // 2)
-        ways: list[dict[str, Any]] = [{}]
+        options: list[dict[str, Any]] = [{}]
         if other.pp > 1 and mesh.pp == 1 and (counts := stage_counts(model.layers, other.pp)):
-            ways.append({"schedule": "interleaved-1f1b", "stages_per_rank": counts[0]})
-        for way, each in product(ways, filter(None, sizes)):
-            yield {"mesh": other, "size": each, **way}
-    yield from ({"size": each} for each in (size * 2, size // 2, size * 3, size * 4) if each)
+            options.append({"schedule": "interleaved-1f1b", "stages_per_rank": counts[0]})
+        for option, new_size in product(options, filter(None, sizes)):
+            yield {"mesh": other, "size": new_size, **option}
+    yield from ({"size": new_size} for new_size in (size * 2, size // 2, size * 3, size * 4) if new_size)
     for recompute in (*(("selective",) if model.dropout else ()), *recomputed_inside(problem)):
         yield {"recompute": "none" if plan.recompute == recompute else recompute}
     wide = "dp_replicate" in plan.shard_optimizer
@@ -303,7 +305,7 @@ def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:
         yield {"zero": zero}
         if mesh.dp_replicate > 1:
             yield {"zero": zero, "wide": not wide}
-    yield from ({"reshard_after": each} for each in ("layer", "stage", "step"))
+    yield from ({"reshard_after": reshard} for reshard in ("layer", "stage", "step"))
     yield {"sequence_parallel": not plan.sequence_parallel}
     yield {"along": "cp" not in plan.shard_optimizer, "zero": plan.zero_stage or 1}
     if mesh.pp > 1:
@@ -311,8 +313,8 @@ def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:
             for count in stage_counts(model.layers, mesh.pp) if schedule.stages_per_rank is None else (None,):
                 yield {"schedule": name, "stages_per_rank": count}
     if mesh.cp > 1:
-        yield from ({"context": each, "ulysses_degree": None} for each in ("ring", "all_gather", "ulysses"))
-        yield from ({"context": "ring", "ulysses_degree": each} for each in divisors(mesh.cp)[1:-1])
+        yield from ({"context": context, "ulysses_degree": None} for context in ("ring", "all_gather", "ulysses"))
+        yield from ({"context": "ring", "ulysses_degree": degree} for degree in divisors(mesh.cp)[1:-1])
     for precision in problem.precisions:
         if precision != line.precision:
             yield {"precision": precision}
@@ -327,7 +329,7 @@ def _meshes_near(problem: Problem, mesh: Mesh) -> Iterator[Mesh]:
     )
     for up, down in product(axes, axes):
         size = getattr(mesh, down)
-        least = next((factor for factor in (2, 3, 5, 7) if size % factor == 0), 0)
-        for factor in {least, 4 if size % 4 == 0 else 0} - {0}:
+        smallest = next((factor for factor in (2, 3, 5, 7) if size % factor == 0), 0)
+        for factor in {smallest, 4 if size % 4 == 0 else 0} - {0}:
             if up != down:
                 yield replace(mesh, **{up: getattr(mesh, up) * factor, down: size // factor})

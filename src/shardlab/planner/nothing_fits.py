@@ -28,21 +28,25 @@ from shardlab.strategies.plan.plan import Plan
 
 def explain_no_fit(problem: Problem, results: Results) -> str:
     """Return the error message for a search in which no plan fits."""
-    room, margin = problem.room, problem.margin
+    usable, margin = problem.usable_bytes, problem.margin
     nearest = min(results.misses().items(), key=lambda miss: miss[1][0], default=None)
     if results.refused and not results.outcomes:
         return _refusal_text(problem, _refusal_of(problem, results.refused[0]))
     if not results.complete or nearest is None:
-        seen = f"of {counted(results.lines, 'kind')} of plans {counted(len(results.outcomes), 'plan')} were simulated"
+        progress = (
+            f"of {counted(results.lines, 'kind')} of plans {counted(len(results.outcomes), 'plan')} were simulated"
+        )
         if nearest is not None:
-            over = bytes_text(nearest[1][0] - room, 1)
-            seen = f"{seen}, and {nearest[0]} ({summary(nearest[1][1])}) comes nearest, with {over} too many"
-        return f"no plan that fits was found in the time ({seen}); give more --seconds, or limits such as --max-tp 8"
+            excess = bytes_text(nearest[1][0] - usable, 1)
+            progress = f"{progress}, and {nearest[0]} ({summary(nearest[1][1])}) comes nearest, with {excess} too many"
+        return (
+            f"no plan that fits was found in the time ({progress}); give more --seconds, or limits such as --max-tp 8"
+        )
     name, (bytes, candidate) = nearest
     free = f" and leaves a margin of {bytes_text(margin, 1)} for the error of the prediction" if margin else ""
     return (
-        f"no plan{_under(problem)} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
-        f"({summary(candidate)}) and takes {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
+        f"no plan{_limits(problem)} fits into {bytes_text(usable + margin, 1)} a device{free}: {name} comes nearest "
+        f"({summary(candidate)}) and takes {bytes_text(bytes, 1)}, {bytes_text(bytes - usable, 1)} too many"
         f"{_advice(problem, candidate)}"
     )
 
@@ -55,18 +59,22 @@ def _advice(problem: Problem, candidate: Candidate) -> str:
     sharded = zero_plan(problem.cluster.size, 3)
     state = model_state(sharded, problem.model.parameter_count, candidate.precision, problem.recipe, problem.optimizer)
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
-    alone, room = state.parameters + state.optimizer, problem.room - context
-    if alone <= room:
-        return f"; take more devices, or larger ones{', or fewer limits' * bool(_under(problem))}"
-    beside = ", and CUDA's context," if context else ","
-    more = f"at least {ceil(problem.cluster.size * alone / room):,} devices" if room > 0 else "more devices"
+    state_bytes, available_bytes = state.parameters + state.optimizer, problem.usable_bytes - context
+    if state_bytes <= available_bytes:
+        return f"; take more devices, or larger ones{', or fewer limits' * bool(_limits(problem))}"
+    context_text = ", and CUDA's context," if context else ","
+    devices_text = (
+        f"at least {ceil(problem.cluster.size * state_bytes / available_bytes):,} devices"
+        if available_bytes > 0
+        else "more devices"
+    )
     return (
-        f"; weights and {problem.optimizer}'s state, shared over all devices{beside} alone take "
-        f"{bytes_text(alone + context, 1)}; take {more}, or larger ones"
+        f"; weights and {problem.optimizer}'s state, shared over all devices{context_text} alone take "
+        f"{bytes_text(state_bytes + context, 1)}; take {devices_text}, or larger ones"
     )
 
 
-def _under(problem: Problem) -> str:
+def _limits(problem: Problem) -> str:
     limits = str(problem.limits)
     return f" under the limits {limits}" if limits else ""
 
@@ -76,8 +84,8 @@ def explain_empty_space(problem: Problem) -> str:
     limits, devices = problem.limits, problem.cluster.size
     for axis in AXES:
         if devices % (size := limits.fixed.get(axis, 1)):
-            flag, there = f"--{axis.replace('_', '-')} {size}", counted(devices, "device")
-            return f"{flag} does not divide {there}; give a size that does, or another number of devices"
+            flag, devices_text = f"--{axis.replace('_', '-')} {size}", counted(devices, "device")
+            return f"{flag} does not divide {devices_text}; give a size that does, or another number of devices"
     size = limits.micro_batch_size or 1
     roomy = replace(problem, sequences=devices * size)  # a batch that the ranks of every mesh can share
     candidates = list(meshes(roomy))
@@ -86,14 +94,15 @@ def explain_empty_space(problem: Problem) -> str:
             f"no mesh of {counted(devices, 'device')}, which are all used, has {limits}; the sizes of its axes "
             f"multiply to {devices:,}: give others, or another number of devices"
         )
-    least = min((m.dp_replicate * m.dp_shard * m.ep for m in candidates if has_plan(roomy, m)), default=None)
-    if least is None or problem.sequences % (least * size) == 0:
-        return _refusal_text(problem, next(_refusals(roomy if least is None else problem), ""))
-    each = f" in microbatches of {size}" if size > 1 else ""
+    fewest = min((m.dp_replicate * m.dp_shard * m.ep for m in candidates if has_plan(roomy, m)), default=None)
+    if fewest is None or problem.sequences % (fewest * size) == 0:
+        return _refusal_text(problem, next(_refusals(roomy if fewest is None else problem), ""))
+    batches = f" in microbatches of {size}" if size > 1 else ""
     return (
-        f"no plan divides {counted(devices, 'device')} and {counted(problem.sequences, 'sequence')}{_under(problem)}: "
-        f"every plan has at least {counted(least, 'data-parallel rank')}, and ranks share a batch evenly{each}; give a "
-        f"--global-batch that is a multiple of {least * size}, or {'other limits' if str(limits) else 'fewer devices'}"
+        f"no plan divides {counted(devices, 'device')} and {counted(problem.sequences, 'sequence')}{_limits(problem)}: "
+        f"every plan has at least {counted(fewest, 'data-parallel rank')}, and ranks share a batch evenly{batches}; "
+        f"give a --global-batch that is a multiple of {fewest * size}, or "
+        f"{'other limits' if str(limits) else 'fewer devices'}"
     )
 
 
@@ -125,4 +134,4 @@ def _refusal_of(problem: Problem, candidate: Candidate) -> str:
 
 def _refusal_text(problem: Problem, reason: str) -> str:
     """Return the message that no plan can be run under the limits, with a reason."""
-    return f"no plan{_under(problem)} can be run: {reason or 'give other limits or another --global-batch'}"
+    return f"no plan{_limits(problem)} can be run: {reason or 'give other limits or another --global-batch'}"

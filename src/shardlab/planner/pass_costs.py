@@ -28,7 +28,7 @@ class LayerCosts(NamedTuple):
 
     Attributes:
         seconds: seconds of the forward and backward pass, with awaited collectives and recomputation.
-        kept: bytes that are kept from the forward pass to the backward pass.
+        saved_bytes: bytes that are kept from the forward pass to the backward pass.
         block: largest number of bytes that recomputing a block adds temporarily (0: no whole block is recomputed).
         head: seconds of the last layer and the loss, which are not divided among the ranks of a pipeline.
         logits: bytes of the logits and their gradient while the loss is computed.
@@ -36,7 +36,7 @@ class LayerCosts(NamedTuple):
     """
 
     seconds: float
-    kept: float
+    saved_bytes: float
     block: float
     head: float
     logits: float
@@ -95,22 +95,22 @@ class PassCosts:
         backward: list[float] = []
         for layer in range(model.layers):
             completions, passes = layers[layer].completions, prices.seconds(layer)
-            awaited = prices.awaited(layer, completions.output, layer + 1)
-            before = prices.awaited(layer, completions.input, layer)
-            beside = prices.awaited(layer, completions.grad_output, layer + 1)
-            beside += prices.awaited(layer, completions.grad_input, layer)
+            output_seconds = prices.awaited(layer, completions.output, layer + 1)
+            input_seconds = prices.awaited(layer, completions.input, layer)
+            backward_extra = prices.awaited(layer, completions.grad_output, layer + 1)
+            backward_extra += prices.awaited(layer, completions.grad_input, layer)
             if layers[layer].keeps != "all":  # the output of a stage is not recomputed
-                beside += before + passes[0] + (awaited if layer + 1 not in cuts else 0.0)
-            forward.append(before + passes[0] + awaited)
-            backward.append(passes[1] + beside)
-        kept = [prices.kept(kept_sizes, layer, layers[layer].keeps) for layer in range(model.layers)]
-        whole = [prices.kept(kept_sizes, layer, "all") for layer in repeated]
-        again = plan_layers(self.problem.model, plan).recomputable if recompute == "full" else ()
+                backward_extra += input_seconds + passes[0] + (output_seconds if layer + 1 not in cuts else 0.0)
+            forward.append(input_seconds + passes[0] + output_seconds)
+            backward.append(passes[1] + backward_extra)
+        saved_bytes = [prices.saved_bytes(kept_sizes, layer, layers[layer].keeps) for layer in range(model.layers)]
+        all_bytes = [prices.saved_bytes(kept_sizes, layer, "all") for layer in repeated]
+        blocks = plan_layers(self.problem.model, plan).recomputable if recompute == "full" else ()
         weights = [sizes.weights[layer] / model.run(layer).slices for layer in range(model.layers)]
         return LayerCosts(
-            seconds=sum(sum(each[layer] for layer in repeated) for each in (forward, backward)),
-            kept=sum(kept[layer] for layer in repeated),
-            block=max((sum(whole[block.start : block.stop]) for block in again), default=0.0),
+            seconds=sum(sum(layer_seconds[layer] for layer in repeated) for layer_seconds in (forward, backward)),
+            saved_bytes=sum(saved_bytes[layer] for layer in repeated),
+            block=max((sum(all_bytes[block.start : block.stop]) for block in blocks), default=0.0),
             head=forward[-1] + backward[-1],
             logits=2 * prices.activation_bytes(kept_sizes, model.layers),
             weights=sum(weights[layer] for layer in repeated),
@@ -138,7 +138,7 @@ class LayerPrices:
         prices: prices of kernels and collectives.
         sizes: sizes of the model's values.
         layers: plans of the layers on a rank.
-        known: cache that all lines of a problem share.
+        cache: cache that all lines of a problem share.
     """
 
     def __init__(
@@ -148,10 +148,10 @@ class LayerPrices:
         prices: ClusterPrices,
         sizes: Sizes,
         layers: Mapping[int, LayerPlan],
-        known: dict[Any, Any],
+        cache: dict[Any, Any],
     ) -> None:
         self.line, self.model, self.prices, self.sizes, self.layers = line, model, prices, sizes, layers
-        self.plan, self.mesh, self._known = line.plan, line.plan.mesh, known
+        self.plan, self.mesh, self._cache = line.plan, line.plan.mesh, cache
         self._tokens = model.seq_len // self.mesh.cp
         self._contexts, self._signatures = self.mesh.group(0, "cp").ranks, sizes.signatures
 
@@ -163,9 +163,9 @@ class LayerPrices:
         key = (*key, line.micro_batch_size, plan.sequence_parallel, line.precision.name, layer == 0)
         key = (*key, plan.recompute_inside)
         key = (*key, plan.context, plan.ulysses_degree) if run.attend is not None else key
-        if key not in self._known:
-            self._known[key] = self._price(layer)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._price(layer)
+        return self._cache[key]
 
     def awaited(self, layer: int, completions: tuple[Completion, ...], activation: int) -> float:
         """Return the seconds of the collectives that complete the input or the output of a layer.
@@ -185,7 +185,7 @@ class LayerPrices:
             if verb != "slice" and getattr(self.mesh, axis) > 1
         )
 
-    def kept(self, sizes: Sizes, layer: int, keeps: Keeps) -> float:
+    def saved_bytes(self, sizes: Sizes, layer: int, keeps: Keeps) -> float:
         """Return the bytes kept from a layer's forward pass to its backward pass: its input and saved values."""
         run, mesh = self.model.run(layer), self.mesh
         if keeps == "nothing":
@@ -195,12 +195,12 @@ class LayerPrices:
             sliced = (mesh.tp if self.plan.sequence_parallel else 1) * mesh.cp
             return self.activation_bytes(sizes, layer) + residual / sliced
         shared = (mesh.tp if run.cut or self.plan.sequence_parallel else 1) * mesh.cp
-        saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared
+        bytes = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared
         if run.attend is not None:  # attention is a separate op
             for elements, kind in ((sizes.queries, Kind.QUERIES), (sizes.keys_values, Kind.KEYS_VALUES)):
-                saved += elements * sizes.element_bytes[kind] / shared
+                bytes += elements * sizes.element_bytes[kind] / shared
         keeps_input = not sizes.keeps_input or sizes.keeps_input[layer]
-        return saved + (self.activation_bytes(sizes, layer) if keeps_input else 0.0)
+        return bytes + (self.activation_bytes(sizes, layer) if keeps_input else 0.0)
 
     def activation_bytes(self, sizes: Sizes, activation: int) -> float:
         """Return a rank's bytes of an activation, the input of the layer with the same number.
@@ -222,9 +222,9 @@ class LayerPrices:
 
     def _collective(self, kind: OpKind, bytes: float, group: Group) -> float:
         key = kind, bytes, group
-        if key not in self._known:
-            self._known[key] = self.prices.collective_time(kind, bytes, group)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self.prices.collective_time(kind, bytes, group)
+        return self._cache[key]
 
     def _price(self, layer: int) -> tuple[float, float]:
         run, size, recipe = self.model.run(layer), self.line.micro_batch_size, self.prices.recipe
@@ -237,8 +237,8 @@ class LayerPrices:
         forward, backward = (self.prices.layer_seconds(kind, kernels) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
         backward += self.prices.again_seconds(layer, size, tokens, run.slices)
         if run.attend is not None:
-            there, back = self._attention(layer, run.slices)
-            forward, backward = forward + there, backward + back
+            attend_forward, attend_backward = self._attention(layer, run.slices)
+            forward, backward = forward + attend_forward, backward + attend_backward
         if layer == self.model.layers - 1:
             loss = recipe.kernels.run(self.model.loss_kernels(size, self._tokens, run.slices))
             backward += self.prices.seconds_of([*loss, *backward_input(loss)])
@@ -250,8 +250,8 @@ class LayerPrices:
         queries, pieces = self._tokens * degree, self.mesh.cp // degree if self.plan.context == "ring" else 1
         keys, size = self.model.seq_len // pieces, self.line.micro_batch_size
         recipe, cp = self.prices.recipe.kernels, self.mesh.cp
-        seen = 0.5 * (1 + recipe.cp_imbalance * (cp - 1) / cp)  # share of the keys for the busiest rank
-        attended = recipe.run(self.model.attend_kernels(layer, size, queries, keys, seen, slices * degree))
+        key_share = 0.5 * (1 + recipe.cp_imbalance * (cp - 1) / cp)  # share of the keys for the busiest rank
+        attended = recipe.run(self.model.attend_kernels(layer, size, queries, keys, key_share, slices * degree))
         kinds = OpKind.ATTEND, OpKind.ATTEND_BACKWARD
         forward, backward = (pieces * self.prices.layer_seconds(kind, attended) for kind in kinds)
         backward += pieces * self.prices.attends_again_seconds(layer, attended)
@@ -271,7 +271,7 @@ class LayerPrices:
             degree: number of adjacent ranks of cp that exchange slices of the sequence for heads.
             forward, backward: seconds of attention without exchanges.
         """
-        near, ring = group_of("cp", self._contexts[:degree]), group_of("cp", self._contexts[::degree])
+        head_group, ring = group_of("cp", self._contexts[:degree]), group_of("cp", self._contexts[::degree])
         hops = len(ring.ranks)
         queries, keys_values, grad_queries, grad_keys_values, output, grad_output = (
             elements * self.sizes.element_bytes[kind] / (self.model.run(layer).slices * self.mesh.cp)
@@ -294,7 +294,10 @@ class LayerPrices:
             _, hop_back = self.prices.message_times(Kind.GRAD_KEYS_VALUES, grad_keys_values, one, other)
             forward, backward = max(forward, (hops - 1) * hop), max(backward, hops * hop_back)
         if degree > 1:
-            there, back = (queries, keys_values, output), (grad_output, grad_queries, grad_keys_values)
-            forward += sum(self._collective(OpKind.ALL_TO_ALL, bytes, near) for bytes in there)
-            backward += sum(self._collective(OpKind.ALL_TO_ALL, bytes, near) for bytes in back)
+            forward_sizes, backward_sizes = (
+                (queries, keys_values, output),
+                (grad_output, grad_queries, grad_keys_values),
+            )
+            forward += sum(self._collective(OpKind.ALL_TO_ALL, bytes, head_group) for bytes in forward_sizes)
+            backward += sum(self._collective(OpKind.ALL_TO_ALL, bytes, head_group) for bytes in backward_sizes)
         return forward, backward

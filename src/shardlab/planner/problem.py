@@ -48,8 +48,8 @@ class Limits:
 
     Attributes:
         fixed: values of a plan's fields, and sizes of its mesh's axes.
-        most: largest size of each axis of the mesh, and of a microbatch (`micro_batch_size`). The limit of `dp_shard`
-            applies only if something is sharded over it.
+        maximum: largest size of each axis of the mesh, and of a microbatch (`micro_batch_size`). The limit of
+            `dp_shard` applies only if something is sharded over it.
         micro_batch_size: sequences of a microbatch (None: any number that divides those of a data-parallel rank).
 
     Raises:
@@ -57,7 +57,7 @@ class Limits:
     """
 
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    most: Mapping[str, int] = field(default_factory=dict[str, int])
+    maximum: Mapping[str, int] = field(default_factory=dict[str, int])
     micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,11 +66,11 @@ class Limits:
         if "schedule" in self.fixed:
             _ = Plan(schedule=self.fixed["schedule"]).order
         settings = {**self.fixed, "micro_batch_size": self.micro_batch_size}
-        for name, most in self.most.items():
-            if (value := settings.get(name)) is not None and value > most:
+        for name, maximum in self.maximum.items():
+            if (value := settings.get(name)) is not None and value > maximum:
                 flag = name.replace("_", "-")
-                raise UserError(f"--{flag} {value} is more than --max-{flag} {most}; give one of them")
-        if "context" in self.fixed and 1 in (self.fixed.get("cp"), self.most.get("cp")):
+                raise UserError(f"--{flag} {value} is more than --max-{flag} {maximum}; give one of them")
+        if "context" in self.fixed and 1 in (self.fixed.get("cp"), self.maximum.get("cp")):
             one = as_flags({"cp" if "cp" in self.fixed else "max_cp": 1})
             raise UserError(
                 f"--context {self.fixed['context']} says how context-parallel ranks share a sequence, and {one} leaves "
@@ -82,14 +82,14 @@ class Limits:
         """Fixed values of a plan's fields, without the sizes of axes."""
         return {name: value for name, value in self.fixed.items() if name not in AXES}
 
-    def tried(self, name: str, values: Sequence[T]) -> Sequence[T]:
+    def values_to_try(self, name: str, values: Sequence[T]) -> Sequence[T]:
         """Return the values to try for a field or for the size of an axis: the fixed value, or else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
     def allows(self, name: str, size: int) -> bool:
         """Return whether an axis, or a microbatch, may have this size."""
         fixed_size = self.micro_batch_size if name == "micro_batch_size" else self.fixed.get(name)
-        return fixed_size in (None, size) and size <= self.most.get(name, size)
+        return fixed_size in (None, size) and size <= self.maximum.get(name, size)
 
     def allow(self, plan: Plan) -> bool:
         """Return whether a plan satisfies the limits of axes and fields. The limit of microbatches is not checked."""
@@ -99,12 +99,12 @@ class Limits:
             return False
         if "dp_shard" not in plan.shard_optimizer:  # its ranks are replicas
             del sizes["dp_shard"]
-        return all(size <= self.most.get(axis, size) for axis, size in sizes.items())
+        return all(size <= self.maximum.get(axis, size) for axis, size in sizes.items())
 
     def __str__(self) -> str:
         """Return the limits as flags."""
         fixed = {**self.fixed, **({"micro_batch_size": self.micro_batch_size} if self.micro_batch_size else {})}
-        return as_flags({**fixed, **{f"max_{name}": most for name, most in self.most.items()}})
+        return as_flags({**fixed, **{f"max_{name}": maximum for name, maximum in self.maximum.items()}})
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Problem:
         return memory_margin(self.recipe, self.cluster, self.model)
 
     @property
-    def room(self) -> float:
+    def usable_bytes(self) -> float:
         """Bytes of a device that the chosen plan may use: all but the margin."""
         return self.cluster.device.memory - self.margin
 
@@ -185,14 +185,14 @@ def sharding_name(plan: Plan) -> str:
 def model_kinds(mesh: Mesh) -> str:
     """Return the kinds of parallelism besides data parallelism, such as `3D: TP + CP` ("": none)."""
     used = [axis.upper() for axis in ("tp", "pp", "cp", "ep") if getattr(mesh, axis) > 1]
-    named = " + ".join(used)
-    return f"{len(used) + 1}D: {named}" if len(used) > 1 and mesh.dp_shard * mesh.dp_replicate > 1 else named
+    kinds = " + ".join(used)
+    return f"{len(used) + 1}D: {kinds}" if len(used) > 1 and mesh.dp_shard * mesh.dp_replicate > 1 else kinds
 
 
 def family_order(name: str) -> tuple[int, str]:
     """Return a sort key for the order of families in tables."""
-    known = [place for place, each in enumerate(ORDER) if name.startswith(each)]
-    return (known[-1] if known else len(ORDER) + name.count("+"), name)
+    places = [place for place, prefix in enumerate(ORDER) if name.startswith(prefix)]
+    return (places[-1] if places else len(ORDER) + name.count("+"), name)
 
 
 def plan_layers(model: Blocks, plan: Plan) -> ModelLayers:
@@ -207,6 +207,6 @@ def plan_layers(model: Blocks, plan: Plan) -> ModelLayers:
 
 @lru_cache(maxsize=256)
 def _plan_layers(model: Blocks, mesh: Mesh, attention_apart: bool, ulysses: int) -> ModelLayers:
-    few = sampled(model)
-    cut = cut_for(few, mesh, planned=True, attention_apart=attention_apart, ulysses=ulysses)
-    return model_layers(Repeated(cut, model.layers - few.layers).sizes(cut.sizes(1, 1)))
+    sample = sampled(model)
+    cut = cut_for(sample, mesh, planned=True, attention_apart=attention_apart, ulysses=ulysses)
+    return model_layers(Repeated(cut, model.layers - sample.layers).sizes(cut.sizes(1, 1)))

@@ -50,12 +50,12 @@ class Improvement:
     """Improvement of the best plan during a search.
 
     Attributes:
-        after: seconds from the beginning of the search.
+        elapsed_seconds: seconds from the beginning of the search.
         forecasts: number of forecasts until then.
         seconds: predicted seconds of a step of the new best plan.
     """
 
-    after: float
+    elapsed_seconds: float
     forecasts: int
     seconds: float
 
@@ -86,7 +86,7 @@ class Results:
     @property
     def fitting(self) -> list[PlanOutcome]:
         """Outcomes that fit, fastest first."""
-        return sorted((each for each in self.outcomes if each.fits), key=lambda each: each.rank)
+        return sorted((outcome for outcome in self.outcomes if outcome.fits), key=lambda outcome: outcome.rank)
 
     @property
     def best(self) -> PlanOutcome | None:
@@ -96,19 +96,21 @@ class Results:
     @property
     def unimproved_seconds(self) -> float:
         """Seconds from the last improvement to the end of the search."""
-        return self.seconds - (self.improvements[-1].after if self.improvements else 0.0)
+        return self.seconds - (self.improvements[-1].elapsed_seconds if self.improvements else 0.0)
 
     def families(self) -> dict[str, PlanOutcome]:
         """Return the fastest fitting outcome of each family. A family without a fitting outcome is left out."""
         best: dict[str, PlanOutcome] = {}
-        for each in self.fitting:
-            best.setdefault(each.family, each)
+        for outcome in self.fitting:
+            best.setdefault(outcome.family, outcome)
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
         """Return, for each family of which no plan fits, the fewest bytes of a simulated plan, and this plan."""
         fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
-        for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.unlimited, repr(each.candidate))):
-            if each.family not in fitting:
-                nearest.setdefault(each.family, (each.forecast.memory.unlimited, each.candidate))
+        for outcome in sorted(
+            self.outcomes, key=lambda outcome: (outcome.forecast.memory.unlimited, repr(outcome.candidate))
+        ):
+            if outcome.family not in fitting:
+                nearest.setdefault(outcome.family, (outcome.forecast.memory.unlimited, outcome.candidate))
         return dict(sorted(nearest.items(), key=lambda miss: family_order(miss[0])))

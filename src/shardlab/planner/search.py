@@ -123,22 +123,28 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> dict
             break
         outcome = explored[share] = PlanOutcome(candidate, answer.forecast)
         low, high = (low, at) if outcome.fits else (at, high)
-        known = {SHARES[share]: each.forecast.memory.unlimited for share, each in explored.items()}
-        at = next((p for p in range(low + 1, high) if _bytes_at(known, guess, sizes[p]) <= problem.room), None)
+        points = {SHARES[share]: outcome.forecast.memory.unlimited for share, outcome in explored.items()}
+        at = next(
+            (p for p in range(low + 1, high) if _bytes_at(points, guess, sizes[p]) <= problem.usable_bytes),
+            None,
+        )
         if at is None and low < high - 1 == len(plans) - 1:  # no share has fitted
             at = high - 1
     return explored
 
 
-def _bytes_at(known: dict[float, float], guess: Guess, share: float) -> float:
+def _bytes_at(points: dict[float, float], guess: Guess, share: float) -> float:
     """Return the estimated bytes of the plan that recomputes a share of the blocks: linear in the share.
 
     The slope is that between the known points or, if only one is known, that of the guess.
     """
-    (first, bytes), slope = min(known.items(), key=lambda each: abs(each[0] - share)), guess.full_bytes - guess.bytes
-    if len(known) > 1:
-        least, most = min(known), max(known)
-        slope = (known[most] - known[least]) / (most - least)
+    (first, bytes), slope = (
+        min(points.items(), key=lambda point: abs(point[0] - share)),
+        guess.full_bytes - guess.bytes,
+    )
+    if len(points) > 1:
+        smallest, largest = min(points), max(points)
+        slope = (points[largest] - points[smallest]) / (largest - smallest)
     return bytes + (share - first) * slope
 
 
@@ -152,13 +158,13 @@ class Corrections:
     """
 
     def __init__(self, unknown: float) -> None:
-        self._known: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
+        self._corrections: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
         self._unknown = unknown
 
     def learn(self, kinds: Sequence[Hashable], correction: float) -> None:
         """Record the correction that a forecast has shown for a guess of these kinds."""
         for kind in kinds:
-            self._known[kind].append(correction)
+            self._corrections[kind].append(correction)
 
     def expect(self, kinds: Sequence[Hashable]) -> float:
         """Return the mean correction of the first kind, or if none is known, the smallest one of the second kind.
@@ -167,8 +173,8 @@ class Corrections:
             kinds: the kind of a guess, and a broader kind that includes it.
         """
         kind, similar = kinds
-        known = self._known.get(kind) or [min(self._known.get(similar) or [self._unknown])]
-        return sum(known) / len(known)
+        corrections = self._corrections.get(kind) or [min(self._corrections.get(similar) or [self._unknown])]
+        return sum(corrections) / len(corrections)
 
 
 def _time_kinds(line: Candidate) -> list[Hashable]:
@@ -268,13 +274,13 @@ class Search:
         self._main = Goal(None, best)
         self._began = time.monotonic()
         self._factors, self._further_bytes, self._tie = Corrections(1.0), Corrections(0.0), count()
-        self._seen: set[Candidate] = set()
+        self._known_lines: set[Candidate] = set()
         self._unguessed: deque[Candidate] = deque()
         self._guesses: dict[Candidate, Guess] = {}
-        self._waiting: list[tuple[tuple[bool, float], int, Candidate]] = []  # guessed lines, the most promising first
-        self._aside: list[tuple[tuple[bool, float], int, Candidate]] = []  # lines that do not promise better plans
+        self._queue: list[tuple[tuple[bool, float], int, Candidate]] = []  # guessed lines, the most promising first
+        self._deferred: list[tuple[tuple[bool, float], int, Candidate]] = []  # lines that do not promise better plans
         self._unsorted = 0  # forecasts since the lines were sorted
-        self._asked: deque[tuple[Future[Any], list[Candidate], bool]] = deque()
+        self._in_flight: deque[tuple[Future[Any], list[Candidate], bool]] = deque()
 
     def run(self) -> Results:
         """Search until no line promises a better plan, the budget is used up, or Ctrl-C is pressed.
@@ -299,7 +305,7 @@ class Search:
         """Search for the fastest plan of each family, the most promising family first."""
         if (best := self.results.best) is not None and self.results.complete:
             self.results.searched.add(best.family)
-        families: dict[str, float] = {each.family: each.seconds for each in reversed(self.results.fitting)}
+        families: dict[str, float] = {outcome.family: outcome.seconds for outcome in reversed(self.results.fitting)}
         for line, guessed in self._guesses.items():
             families.setdefault(family(line.plan), guessed.full_seconds)
         for name in sorted(families, key=families.__getitem__):
@@ -321,31 +327,31 @@ class Search:
         turn, until = 0, self._began + budget.seconds
         self._sort()
         while True:
-            while len(self._asked) < IN_FLIGHT and not goal.gives_up and self._ask(goal, turn):
+            while len(self._in_flight) < IN_FLIGHT and not goal.gives_up and self._ask(goal, turn):
                 turn += 1
-            if not self._asked:
+            if not self._in_flight:
                 return True
-            future, lines, guessed = self._asked[0]
+            future, lines, guessed = self._in_flight[0]
             limited = self._main.best < inf and until < inf
             try:
                 answer = future.result(max(0.0, until - time.monotonic()) if limited else None)
             except TimeoutError:
                 return False
-            self._asked.popleft()
+            self._in_flight.popleft()
             if guessed:
                 self._note_guesses(lines, answer)
             else:
                 self._note_explored(goal, lines[0], answer)
             if self._on_progress is not None:
-                self._on_progress(self.results, len(self._waiting))
-            over = len(self.results.outcomes) >= budget.forecasts or time.monotonic() >= until
-            if over and self._main.best < inf:
+                self._on_progress(self.results, len(self._queue))
+            exhausted = len(self.results.outcomes) >= budget.forecasts or time.monotonic() >= until
+            if exhausted and self._main.best < inf:
                 return False
 
     def _add(self, lines: Iterable[Candidate]) -> None:
         """Queue new lines to be guessed."""
-        fresh = [line for line in lines if line not in self._seen]
-        self._seen.update(fresh)
+        fresh = [line for line in lines if line not in self._known_lines]
+        self._known_lines.update(fresh)
         self._unguessed.extend(fresh)
         self.results.lines += len(fresh)
 
@@ -357,7 +363,7 @@ class Search:
             line = self._most_promising(goal)
             if self._unguessed and (line is None or turn % 2 or not self._guesses):
                 if line is not None:
-                    heappush(self._waiting, self._entry(line))
+                    heappush(self._queue, self._entry(line))
                 lines = [self._unguessed.popleft() for _ in range(min(GUESSED_AT_A_TIME, len(self._unguessed)))]
                 self._submit(partial(guess_lines, lines), lines, guessed=True)
                 return True
@@ -370,42 +376,44 @@ class Search:
             self._expand(goal, plan)
 
     def _submit(self, question: Callable[[PassCosts], Any], lines: list[Candidate], *, guessed: bool) -> None:
-        self._asked.append((self._workers.submit(question, self._change), lines, guessed))
+        self._in_flight.append((self._workers.submit(question, self._change), lines, guessed))
 
     def _most_promising(self, goal: Goal) -> Candidate | None:
         """Pop the first line that promises a better plan for a goal. Lines before it are set aside."""
         if self._unsorted >= RECENT:
             self._sort()
         limit = goal.best * (1 + (max(PROMISING, self._slack) if goal.family is None else FAMILY_PROMISING))
-        while self._waiting:
-            (misses, _), _, line = entry = heappop(self._waiting)
+        while self._queue:
+            (misses, _), _, line = entry = heappop(self._queue)
             promises = goal.best == inf or not (misses or self._expected(line)[0] > limit)
             if promises and goal.accepts(family(line.plan)):
                 return line
-            self._aside.append(entry)
+            self._deferred.append(entry)
         return None
 
     def _sort(self) -> None:
         """Sort all unexplored lines again with the current corrections."""
         self._unsorted = 0
-        self._waiting = [self._entry(line) for _, _, line in (*self._waiting, *self._aside)]
-        self._aside.clear()
-        heapify(self._waiting)
+        self._queue = [self._entry(line) for _, _, line in (*self._queue, *self._deferred)]
+        self._deferred.clear()
+        heapify(self._queue)
 
     def _entry(self, line: Candidate) -> tuple[tuple[bool, float], int, Candidate]:
         """Return a line with its sort key: first lines that fit, by expected seconds, then the others, by bytes."""
         guess = self._guesses[line]
-        least = guess.full_bytes + self._further_bytes.expect(_memory_kinds(line, 1.0))
-        if least > TOLERANCE * self.problem.room:
-            return (True, least), next(self._tie), line
+        smallest_bytes = guess.full_bytes + self._further_bytes.expect(_memory_kinds(line, 1.0))
+        if smallest_bytes > TOLERANCE * self.problem.usable_bytes:
+            return (True, smallest_bytes), next(self._tie), line
         return (False, self._expected(line)[0] * (1 + guess.passes / SLOW_PASSES)), next(self._tie), line
 
     def _expected(self, line: Candidate) -> tuple[float, str]:
         """Return the expected seconds of a line, and the smallest share of recomputed blocks that should fit."""
-        guess, room = self._guesses[line], TOLERANCE * self.problem.room
+        guess, memory_limit = self._guesses[line], TOLERANCE * self.problem.usable_bytes
         none = guess.bytes + self._further_bytes.expect(_memory_kinds(line, 0.0))
         full = guess.full_bytes + self._further_bytes.expect(_memory_kinds(line, 1.0))
-        needed = 0.0 if none <= room else 1.0 if full >= none else min(1.0, (none - room) / (none - full))
+        needed = (
+            0.0 if none <= memory_limit else 1.0 if full >= none else min(1.0, (none - memory_limit) / (none - full))
+        )
         shares = shares_of(self.problem, line)
         share = next((name for name in shares if SHARES[name] >= needed), shares[-1])
         seconds = share_between(guess.seconds, guess.full_seconds, share)
@@ -421,12 +429,12 @@ class Search:
         for line, guess in zip(lines, guesses, strict=True):
             if guess is not None:
                 self._guesses[line] = guess
-                heappush(self._waiting, self._entry(line))
+                heappush(self._queue, self._entry(line))
 
     def _note_explored(self, goal: Goal, line: Candidate, explored: Mapping[str, PlanOutcome]) -> None:
         if not explored:
             self.results.refused.append(line)
-        goal.missed += not any(each.fits for each in explored.values())
+        goal.missed += not any(plan.fits for plan in explored.values())
         for share, predicted in explored.items():
             self._unsorted += 1
             guess, forecast = self._guesses[line], predicted.forecast
@@ -437,8 +445,8 @@ class Search:
             outcome = replace(predicted, ran_out=predicted.candidate in self._ran_out)
             self.results.outcomes.append(outcome)
             if outcome.fits and outcome.seconds < self._main.best:
-                passed = time.monotonic() - self._began
-                self.results.improvements.append(Improvement(passed, len(self.results.outcomes), outcome.seconds))
+                elapsed = time.monotonic() - self._began
+                self.results.improvements.append(Improvement(elapsed, len(self.results.outcomes), outcome.seconds))
             for one_goal in (self._main, *([] if goal is self._main else [goal])):
                 if one_goal.accepts(outcome.family):
                     one_goal.note(outcome, next(self._tie))

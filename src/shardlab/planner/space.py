@@ -92,16 +92,16 @@ def splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
     """Yield (replicas, shards) whose product is `data`, the number of data-parallel ranks."""
     limits, lacks = problem.limits, problem.recipe.can_run.lacks("dp_replicate")
     any_size = not lacks or "dp_shard" in limits.fixed  # a message then says what the framework lacks
-    usual = [each for each in divisors(data) if each == 1 or (each < data and any_size)]
-    for replicas in limits.tried("dp_replicate", usual):
+    usual = [count for count in divisors(data) if count == 1 or (count < data and any_size)]
+    for replicas in limits.values_to_try("dp_replicate", usual):
         shards, rest = divmod(data, replicas)
-        if not rest and shards in limits.tried("dp_shard", (shards,)):
+        if not rest and shards in limits.values_to_try("dp_shard", (shards,)):
             yield replicas, shards
 
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a number, ascending."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ def stage_counts(layers: int, pp: int) -> tuple[int, ...]:
     numbers up to 8 with which each stage has a layer.
     """
     counts = range(2, layers // pp + 1)
-    return tuple(each for each in counts if layers % (pp * each) == 0 or (layers % pp and each <= 8))
+    return tuple(count for count in counts if layers % (pp * count) == 0 or (layers % pp and count <= 8))
 
 
 def recomputed_blocks(
@@ -149,5 +149,5 @@ def recomputed_blocks(
     numbers = [ceil(SHARES[recompute] * len(blocks)) for blocks in stages]
     if (sum(numbers) if by_number else max(numbers) * len(stages)) >= len(starts):
         raise UserError("so few blocks are all computed again, as full says")
-    chosen = [block for blocks, number in zip(stages, numbers, strict=True) for block in blocks[:number]]
-    return tuple(chosen) if by_number else f"first-{max(numbers)}"
+    first_blocks = [block for blocks, number in zip(stages, numbers, strict=True) for block in blocks[:number]]
+    return tuple(first_blocks) if by_number else f"first-{max(numbers)}"

@@ -46,12 +46,12 @@ class Query:
 
     Attributes:
         candidate: the candidate.
-        known: forecast of the candidate, if known.
+        forecast: forecast of the candidate, if known.
         shares: whether to compute the parts of its step time as well.
     """
 
     candidate: Candidate
-    known: Forecast | None = None
+    forecast: Forecast | None = None
     shares: bool = False
 
 
@@ -69,7 +69,7 @@ def answer_request(problem: Problem, query: Query) -> Answer | None:
         workload = problem.workload(query.candidate)
         if broken_limit(workload):
             return None
-        predicted = query.known or forecast(workload)
+        predicted = query.forecast or forecast(workload)
         return Answer(predicted, trace_or_none(lambda: step_shares(workload)) if query.shares else None)
     except (UserError, Refused):
         return None
@@ -149,12 +149,12 @@ def killed_at_end(pool: ProcessPoolExecutor) -> Generator[ProcessPoolExecutor]:
     try:
         yield pool
     finally:
-        started = [each for each in active_children() if each not in others]
+        started = [process for process in active_children() if process not in others]
         pool.shutdown(wait=False, cancel_futures=True)
-        for each in started:  # so that none keeps a lock
-            each.kill()
-        for each in started:
-            each.join()
+        for process in started:  # so that none keeps a lock
+            process.kill()
+        for process in started:
+            process.join()
 
 
 @contextmanager
@@ -163,11 +163,11 @@ def interrupts_blocked() -> Generator[None]:
 
     This process receives a SIGINT when the block ends.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 _in_worker: list[Workers] = []
@@ -204,30 +204,30 @@ class TimedQueries:
         self.missed = Counter[str]()
 
     @property
-    def left(self) -> float:
+    def remaining_seconds(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self._until - time.monotonic())
 
     def ask(self, query: Query, change: Change = "") -> Future[Answer | None] | None:
         """Send a query (None: there is too little time)."""
         takes = shares_seconds(self.problem.workload(query.candidate)) if query.shares else 0.0
-        return self.workers.submit(partial(forecast_query, query), change) if self.left > takes else None
+        return self.workers.submit(partial(forecast_query, query), change) if self.remaining_seconds > takes else None
 
-    def answer(self, coming: Future[Answer | None] | None, about: str) -> Answer | None:
+    def answer(self, future: Future[Answer | None] | None, subject: str) -> Answer | None:
         """Wait for an answer (None: the plan is not possible, or the time is up).
 
         Args:
-            coming: future of the answer.
-            about: subject for `missed` if the answer does not arrive in time.
+            future: future of the answer.
+            subject: subject for `missed` if the answer does not arrive in time.
         """
-        if coming is not None:
+        if future is not None:
             try:
-                return coming.result(None if self.left == math.inf else self.left)
+                return future.result(None if self.remaining_seconds == math.inf else self.remaining_seconds)
             except TimeoutError:
-                coming.cancel()
-        self.missed[about] += 1
+                future.cancel()
+        self.missed[subject] += 1
         return None
 
     def __str__(self) -> str:
         """Return the missed subjects with their numbers: `what limits a family (4), an alternative (2)`."""
-        return ", ".join(f"{about} ({count})" for about, count in self.missed.items())
+        return ", ".join(f"{subject} ({count})" for subject, count in self.missed.items())

@@ -73,7 +73,7 @@ def experiments_as_json(
     return [
         {
             "command": run[number][0] if run else None,
-            "why": each.why,
+            "why": each.reason,
             "family": family(each.outcome.candidate.plan),
             "plan": each.outcome.candidate.plan.as_dict(),
             "micro_batch_size": each.outcome.candidate.micro_batch_size,
@@ -94,7 +94,7 @@ def add_experiments(
     report.line("\nworth running next", "dim")
     for number, each in enumerate(experiments):
         candidate = each.outcome.candidate
-        report.fact(f"  {number + 1}", f"{family(candidate.plan)}, {summary(candidate)}: {each.why}", indent=4)
+        report.fact(f"  {number + 1}", f"{family(candidate.plan)}, {summary(candidate)}: {each.reason}", indent=4)
         if run:
             report.line(Text(f"    {run[number][0]}"), wrap=False)
         else:

@@ -147,7 +147,7 @@ class PlanReport:
                 {
                     "family": name,
                     "smallest_bytes": bytes,
-                    "bytes_too_many": bytes - problem.room,
+                    "bytes_too_many": bytes - problem.usable_bytes,
                     **_candidate(problem, candidate),
                 }
                 for name, (bytes, candidate) in results.misses().items()
@@ -194,7 +194,7 @@ class PlanReport:
         if misses := self.choice.results.misses():
             report.line("\nno plan found that fits", "dim")
         for name, (bytes, _) in misses.items():
-            over = bytes_text(bytes - self.choice.problem.room, 1)
+            over = bytes_text(bytes - self.choice.problem.usable_bytes, 1)
             report.line(Text(f"  {name}: the smallest one takes {over} too many"), wrap=False)
 
     def _add_runners_up(self, report: Report) -> None:
