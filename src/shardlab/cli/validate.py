@@ -88,7 +88,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "measured_gib": measured.bytes and measured.bytes / GIB,
         "predicted_gib": predicted and predicted.bytes / GIB,
         "memory": measured.memory,
-        "predicted_gib_by_count": predicted and predicted.held and _by_count(predicted.held),
+        "predicted_gib_by_count": predicted and predicted.memory and _by_count(predicted.memory),
         "measured_out_of_memory": measured.out_of_memory,
         "predicted_out_of_memory": predicted and not predicted.fits,
         "reason": outcome.reason or None,

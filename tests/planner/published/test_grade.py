@@ -25,7 +25,7 @@ def cell(*candidates: TriedPlan) -> GradedCell:
 def test_nothing_is_lost_where_the_best_is_chosen() -> None:
     some = cell(tried(100.0, 9.0), tried(80.0, 8.0), tried(50.0, 5.0))
     assert (some.regret, some.regret_of_first, some.rank_correlation) == (0.0, 0.0, 1.0)
-    assert some.chosen is some.best
+    assert some.choice is some.best
     assert some.first_runs
 
 
@@ -40,21 +40,21 @@ def test_a_crashed_run_is_chosen_first_and_has_no_speed() -> None:
     some = cell(tried(None, 9.0), tried(90.0, 8.0), tried(100.0, 5.0))
     assert not some.first_runs
     assert some.regret == pytest.approx(0.1)
-    assert some.chosen is some.candidates[1]
+    assert some.choice is some.candidates[1]
 
 
 def test_what_leaves_too_little_memory_free_is_not_chosen_while_something_else_is_there() -> None:
     tight, roomy = tried(100.0, 9.0, safe=False), tried(80.0, 5.0)
-    assert cell(tight, roomy).chosen is roomy
-    assert cell(tight, tried(90.0, 10.0, fits=False, safe=False)).chosen is tight
-    assert cell(tried(90.0, 1.0, fits=False, safe=False)).chosen is not None
+    assert cell(tight, roomy).choice is roomy
+    assert cell(tight, tried(90.0, 10.0, fits=False, safe=False)).choice is tight
+    assert cell(tried(90.0, 1.0, fits=False, safe=False)).choice is not None
 
 
 def test_what_breaks_a_limit_is_never_chosen() -> None:
     illegal = replace(tried(100.0, None), reason="too few microbatches")
     some = cell(illegal, tried(80.0))
     assert not illegal.legal
-    assert some.chosen is some.candidates[1]
+    assert some.choice is some.candidates[1]
     assert some.best is illegal
 
 

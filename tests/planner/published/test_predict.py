@@ -144,7 +144,7 @@ def test_a_run_whose_memory_was_mispredicted_is_named() -> None:
 
 def held(run: PublishedRun) -> tuple[float, bool]:
     """What a run holds and whether it fits, told by enough microbatches and without asking how long they take."""
-    each = sum(microbatches_to_replay(run.plan, run.each))
+    each = sum(microbatches_to_replay(run.plan, run.rank_microbatches))
     workload = replace(run.workload, microbatches=each * run.plan.data_ranks)
     traced = workload.traced
     memories = memory_in_bytes(traced, workload.kept_sizes)

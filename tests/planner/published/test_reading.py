@@ -43,7 +43,7 @@ def test_a_pipeline_is_read_with_its_stages_and_its_batch() -> None:
     run = read_run(ROWS["zb-t12-6.2B-p8-m8-1f1b"])
     assert run.plan.mesh == Mesh(pp=8)
     assert run.plan.layers_per_stage == (3, 4, 4, 4, 4, 4, 4, 3)
-    assert (run.workload.micro_batch_size, run.each) == (3, 8)
+    assert (run.workload.micro_batch_size, run.rank_microbatches) == (3, 8)
     assert run.measured.memory == "allocated"
 
 

@@ -24,7 +24,7 @@ def test_a_pipeline_plan_gains_from_a_searched_schedule() -> None:
     results = results_of(problem, Plan(Mesh(pp=4)), Plan(Mesh(dp_shard=4)), Plan(Mesh(pp=2, dp_shard=2)))
     plans = schedules_for_plans(problem, results, 2)
     assert {each.candidate.plan.mesh.pp for each in plans} == {2, 4}, "the plan without a pipeline is left out"
-    assert all(each.found is not None and each.gain > 0 for each in plans)
+    assert all(each.schedule is not None and each.gain > 0 for each in plans)
     assert all(each.seconds < each.published_seconds for each in plans)
 
 

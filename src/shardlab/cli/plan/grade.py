@@ -90,7 +90,7 @@ def _cell(cell: GradedCell) -> dict[str, Any]:
     return {
         "model": cell.model,
         "devices": cell.devices,
-        "chosen": cell.chosen and cell.chosen.id,
+        "chosen": cell.choice and cell.choice.id,
         "first_choice": first[0].id if first else None,
         "first_choice_runs": cell.first_runs,
         "best": cell.best.id,

@@ -251,8 +251,8 @@ def add_schedules(report: Report, plans: Sequence[ScheduledPlan]) -> None:
             "seconds": each.seconds or None,
             "published_seconds": each.published_seconds or None,
             "tensors": each.tensors or None,
-            "placement": each.found.problem.placement if each.found else None,
-            "lower_bound": each.found.lower_bound if each.found else None,
+            "placement": each.schedule.problem.placement if each.schedule else None,
+            "lower_bound": each.schedule.lower_bound if each.schedule else None,
             "gain": each.gain,
             "reason": each.reason or None,
         }
@@ -263,11 +263,11 @@ def add_schedules(report: Report, plans: Sequence[ScheduledPlan]) -> None:
 
 
 def _schedule_text(plan: ScheduledPlan) -> str:
-    if plan.found is None:
+    if plan.schedule is None:
         return f"no schedule was searched ({plan.reason})"
     if plan.gain < 0.001:
         return f"no schedule was found that is faster than {plan.candidate.plan.schedule_name}"
-    shape = "a V" if plan.found.problem.placement == "vee" else "a loop"
+    shape = "a V" if plan.schedule.problem.placement == "vee" else "a loop"
     return (
         f"a searched schedule in {shape} takes {seconds_text(plan.seconds)}, {percent_text(plan.gain)} faster than "
         f"{plan.candidate.plan.schedule_name}, with {bytes_text(plan.tensors)} of tensors on the fullest rank"

@@ -47,17 +47,17 @@ class GradedCell:
     @property
     def ranking(self) -> list[TriedPlan]:
         """Configurations with a prediction, fastest first: the safe ones; if none is safe, those that fit; else all."""
-        legal = [each for each in self.candidates if each.predicted]
-        some = [each for each in legal if each.safe] or [each for each in legal if each.fits] or legal
-        return sorted(some, key=lambda each: -(each.predicted or 0.0))
+        legal = [plan for plan in self.candidates if plan.predicted]
+        plans = [plan for plan in legal if plan.safe] or [plan for plan in legal if plan.fits] or legal
+        return sorted(plans, key=lambda plan: -(plan.predicted or 0.0))
 
     @property
     def best(self) -> TriedPlan:
         """Configuration with the highest measured speed."""
-        return max(self.candidates, key=lambda each: each.measured or 0.0)
+        return max(self.candidates, key=lambda plan: plan.measured or 0.0)
 
     @property
-    def chosen(self) -> TriedPlan | None:
+    def choice(self) -> TriedPlan | None:
         """First configuration of the ranking that ran (None: none ran)."""
         return next(iter(self._ran), None)
 
@@ -69,40 +69,40 @@ class GradedCell:
     @property
     def regret(self) -> float:
         """Best speed minus the speed of the chosen configuration, as a share of the best speed."""
-        return self._lost(self._ran[:1])
+        return self._regret_of(self._ran[:1])
 
     @property
     def regret_of_first(self) -> float:
         """Regret if the chosen configuration is the fastest of the first `FIRST` of the ranking that ran."""
-        return self._lost(self._ran[:FIRST])
+        return self._regret_of(self._ran[:FIRST])
 
     @property
     def rank_correlation(self) -> float | None:
         """Spearman correlation of predicted and measured speeds (None: fewer than two ran, or all are equally fast)."""
-        ran = [(each.predicted, each.measured) for each in self.candidates if each.predicted and each.measured]
+        ran = [(plan.predicted, plan.measured) for plan in self.candidates if plan.predicted and plan.measured]
         with suppress(StatisticsError):  # fewer than two ran, or all are equally fast
             return correlation(_ranks([one for one, _ in ran]), _ranks([other for _, other in ran]))
 
     @property
     def good(self) -> list[TriedPlan]:
         """Configurations that have a prediction, and a measured speed of at least `GOOD` times the best speed."""
-        least = GOOD * (self.best.measured or 0.0)
-        return [each for each in self.candidates if each.measured and each.predicted and each.measured >= least]
+        threshold = GOOD * (self.best.measured or 0.0)
+        return [plan for plan in self.candidates if plan.measured and plan.predicted and plan.measured >= threshold]
 
     @property
     def _ran(self) -> list[TriedPlan]:
-        return [each for each in self.ranking if each.measured is not None]
+        return [plan for plan in self.ranking if plan.measured is not None]
 
-    def _lost(self, some: Iterable[TriedPlan]) -> float:
-        return 1 - max((each.measured or 0.0 for each in some), default=0.0) / (self.best.measured or 1.0)
+    def _regret_of(self, plans: Iterable[TriedPlan]) -> float:
+        return 1 - max((plan.measured or 0.0 for plan in plans), default=0.0) / (self.best.measured or 1.0)
 
 
 def group_cells(candidates: Iterable[TriedPlan]) -> list[GradedCell]:
     """Group candidates into cells, in their order. Cells in which no configuration ran are left out."""
     by_cell: dict[tuple[str, int], list[TriedPlan]] = {}
-    for each in candidates:
-        by_cell.setdefault((each.model, each.devices), []).append(each)
-    cells = [GradedCell(model, devices, some[0].nodes, some) for (model, devices), some in by_cell.items()]
+    for candidate in candidates:
+        by_cell.setdefault((candidate.model, candidate.devices), []).append(candidate)
+    cells = [GradedCell(model, devices, plans[0].nodes, plans) for (model, devices), plans in by_cell.items()]
     return [cell for cell in cells if cell.best.measured]
 
 
@@ -134,22 +134,22 @@ class Grades:
     @classmethod
     def of(cls, cells: Sequence[GradedCell]) -> Grades:
         """Return the figures of one or more cells."""
-        good = [each for cell in cells for each in cell.good]
-        all = [each for cell in cells for each in cell.candidates]
-        ran = [each for each in all if each.measured and each.predicted]
-        times = [(each.measured or 0.0) / (each.predicted or 1.0) - 1 for each in good]
-        room = [each.bytes / each.measured_bytes - 1 for each in good if each.bytes and each.measured_bytes]
+        good = [plan for cell in cells for plan in cell.good]
+        all = [plan for cell in cells for plan in cell.candidates]
+        ran = [plan for plan in all if plan.measured and plan.predicted]
+        time_errors = [(plan.measured or 0.0) / (plan.predicted or 1.0) - 1 for plan in good]
+        memory_errors = [plan.bytes / plan.measured_bytes - 1 for plan in good if plan.bytes and plan.measured_bytes]
         return cls(
             cells=len(cells),
             regret=mean(cell.regret for cell in cells),
             regret_of_first=mean(cell.regret_of_first for cell in cells),
             first_runs=sum(cell.first_runs for cell in cells),
-            time=_mean(map(abs, times)),
-            time_bias=_mean(times),
-            memory=_mean(map(abs, room)),
-            memory_bias=_mean(room),
-            refused=sum(not each.fits for each in ran) / max(1, len(ran)),
-            seconds=_mean(each.seconds for each in all if each.predicted),
+            time=_mean(map(abs, time_errors)),
+            time_bias=_mean(time_errors),
+            memory=_mean(map(abs, memory_errors)),
+            memory_bias=_mean(memory_errors),
+            refused=sum(not plan.fits for plan in ran) / max(1, len(ran)),
+            seconds=_mean(plan.seconds for plan in all if plan.predicted),
         )
 
 
@@ -222,25 +222,25 @@ def predict_plan(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan
         raise UserError(f"run {row['id']} {error}; every run that is graded needs it") from None
     if wrong := wrong_measurement(row):
         raise UserError(f"run {row['id']} {wrong}")
-    measured, written = read_figures(row), row["model"]
+    measured, model = read_figures(row), row["model"]
     devices, tokens = record.hardware.gpus, record.batch.global_sequences * record.model.seq_len
-    name = str(written.get("name") or f"{written['layers']} layers of {written['hidden']}")
+    name = str(model.get("name") or f"{model['layers']} layers of {model['hidden']}")
     nodes = math.ceil(devices / (record.hardware.gpus_per_node or 8))
     speed = tokens / measured.seconds / devices if measured.seconds else None
-    tried = TriedPlan(record.id, name, devices, nodes, speed, measured.bytes)
+    outcome = TriedPlan(record.id, name, devices, nodes, speed, measured.bytes)
     began = time.process_time()
     try:
         workload = workload_of(record, recipe or recipe_of(record))
-        tried = replace(tried, assumed=assumptions(record, workload, told=recipe is not None))
+        outcome = replace(outcome, assumed=assumptions(record, workload, has_recipe=recipe is not None))
         if reason := broken_limit(workload):
-            return replace(tried, reason=reason, breaks_limit=True)
+            return replace(outcome, reason=reason, breaks_limit=True)
         predicted = forecast(workload)
     except Unknown as error:
         raise UserError(f"run {row['id']} {error}") from None
     except (Incomplete, UserError, Refused) as error:
-        return replace(tried, reason=str(error))
+        return replace(outcome, reason=str(error))
     return replace(
-        tried,
+        outcome,
         predicted=tokens / predicted.seconds / devices,
         bytes=measured_as(measured.memory if measured.bytes else "reserved", predicted.memory),
         fits=predicted.memory.fits,

@@ -37,13 +37,13 @@ class Prediction:
         seconds: seconds of a step, or of one block if the run measured a block (None: not predicted).
         bytes: bytes on the fullest GPU, counted in the same way as the measured bytes (see `records.Memory`).
         fits: whether the step fits into the GPU's memory.
-        held: memory of the fullest GPU, by each way of counting (None: only the model state's memory is predicted).
+        memory: memory of the fullest GPU, by each way of counting (None: only the model state's memory is predicted).
     """
 
     seconds: float | None
     bytes: float
     fits: bool
-    held: DeviceMemory | None = None
+    memory: DeviceMemory | None = None
 
 
 def predict(run: PublishedRun) -> Prediction:
@@ -56,9 +56,9 @@ def predict(run: PublishedRun) -> Prediction:
     return Prediction(prediction.seconds, measured_as(run.measured.memory, memory), memory.fits, memory)
 
 
-def measured_as(memory: Memory, held: DeviceMemory) -> float:
+def measured_as(memory: Memory, predicted: DeviceMemory) -> float:
     """Return the predicted bytes on the fullest GPU, counted as in measurements of this kind (`records.Memory`)."""
-    return {"allocated": held.logged_allocated, "reserved": held.logged}.get(memory, held.total)
+    return {"allocated": predicted.logged_allocated, "reserved": predicted.logged}.get(memory, predicted.total)
 
 
 def _block_seconds(run: PublishedRun) -> float:
@@ -192,7 +192,7 @@ def errors_by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, E
 def worst_errors(outcomes: Sequence[Outcome], figure: Figure, count: int) -> list[tuple[float, Outcome]]:
     """Return the `count` largest errors, each with its run, largest first."""
     errors = [(error, outcome) for outcome in outcomes if (error := outcome.error(figure)) is not None]
-    return sorted(errors, key=lambda each: -abs(each[0]))[:count]
+    return sorted(errors, key=lambda pair: -abs(pair[0]))[:count]
 
 
 def wrong_fits(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -72,7 +72,7 @@ class PublishedRun:
     assumed: tuple[str, ...]
 
     @property
-    def each(self) -> int:
+    def rank_microbatches(self) -> int:
         """Number of microbatches of a data-parallel rank."""
         return self.workload.microbatches // self.plan.data_ranks
 
@@ -102,7 +102,7 @@ def read_run(row: dict[str, Any], recipe: Recipe | None = None) -> PublishedRun:
         workload = workload_of(record, recipe or recipe_of(record))
     except UserError as error:
         raise Incomplete(str(error)) from None
-    return PublishedRun(workload, measured, assumptions(record, workload, told=recipe is not None))
+    return PublishedRun(workload, measured, assumptions(record, workload, has_recipe=recipe is not None))
 
 
 def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
@@ -117,17 +117,17 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
     zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
     cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
     data_ranks = mesh.dp_shard * mesh.dp_replicate * mesh.ep
-    each, rest = divmod(record.batch.global_sequences, rows * data_ranks)
-    if rest or not each:
+    microbatches, rest = divmod(record.batch.global_sequences, rows * data_ranks)
+    if rest or not microbatches:
         raise Incomplete(
             f"has {record.batch.global_sequences} sequences, which {data_ranks} data-parallel ranks cannot take in "
             f"microbatches of {rows}"
         )
     model = recipe.model_as_run(model_of(record, recipe, zero))
     plan = plan_of(record, mesh, zero, recipe, model, recompute)
-    if recipe.defaults.gradient_sync == "last" and each > 1:
+    if recipe.defaults.gradient_sync == "last" and microbatches > 1:
         plan = replace(plan, shard_gradients=())
-    return Workload(plan, model, cluster, each * data_ranks, rows, precision_of(record, recipe), recipe=recipe)
+    return Workload(plan, model, cluster, microbatches * data_ranks, rows, precision_of(record, recipe), recipe=recipe)
 
 
 def _recompute_of(record: RunRecord, recipe: Recipe) -> Any:
@@ -156,10 +156,10 @@ def recipe_of(record: RunRecord) -> Recipe:
     name = record.framework
     if name is None:
         name = find_name(record.source, recipes()) or _usual(record)
-    return _known(partial(find_recipe, switches=record.switches), name)
+    return _look_up(partial(find_recipe, switches=record.switches), name)
 
 
-def _known(find: Callable[[str], T], name: str) -> T:
+def _look_up(find: Callable[[str], T], name: str) -> T:
     """Return the recipe, device or link that `find` returns for a name in a run, or raise `Unknown`."""
     try:
         return find(name)
@@ -200,7 +200,7 @@ def device_of(hardware: HardwareRecord) -> Device:
         if hardware.gpu is None:
             raise Incomplete("does not say device")
         raise Unknown(f"ran on an unknown GPU, {hardware.gpu}; {suggest_name(hardware.gpu, DEVICES)}")
-    return _known(find_device, name)
+    return _look_up(find_device, name)
 
 
 def cluster_of(record: RunRecord) -> Cluster:
@@ -208,13 +208,13 @@ def cluster_of(record: RunRecord) -> Cluster:
     hardware, device = record.hardware, device_of(record.hardware)
     usual = NODES[device.name]
     per_node = min(hardware.gpus_per_node or usual.devices, hardware.gpus)
-    named = (hardware.network, 1) if hardware.network else network_in(hardware.interconnect)
-    network, each = named or (usual.inter_node, 1)
-    nics = hardware.nics or (None if hardware.network else nics_in(hardware.interconnect)) or per_node * each
+    link = (hardware.network, 1) if hardware.network else network_in(hardware.interconnect)
+    network, count = link or (usual.inter_node, 1)
+    nics = hardware.nics or (None if hardware.network else nics_in(hardware.interconnect)) or per_node * count
     nodes = math.ceil(hardware.gpus / per_node)
     on_board = hardware.gpus_per_node or usual.devices
     intra_node, host = find_link(usual.link_between(on_board)), find_link(usual.host)
-    return Cluster(device, per_node, nodes, intra_node, _known(find_link, network), host, nics)
+    return Cluster(device, per_node, nodes, intra_node, _look_up(find_link, network), host, nics)
 
 
 def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
@@ -222,27 +222,27 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
 
     With ZeRO-3 a tied head becomes a separate matrix, because FSDP gathers whole blocks, which cannot share a matrix.
     """
-    written, parallelism = record.model, record.parallelism
-    vocabulary, to = written.vocab or recipe.defaults.vocab_size, 128 * parallelism.tp
-    tied = bool(written.tied_embeddings) and zero < 3
-    if written.tied_embeddings is None and parallelism.pp > 1:  # if stages have half a block, the model is tied
-        each = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
-        tied = written.layers + 2 == parallelism.pp * each
+    sizes, parallelism = record.model, record.parallelism
+    vocabulary, unit = sizes.vocab or recipe.defaults.vocab_size, 128 * parallelism.tp
+    tied = bool(sizes.tied_embeddings) and zero < 3
+    if sizes.tied_embeddings is None and parallelism.pp > 1:  # if stages have half a block, the model is tied
+        rank_stages = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
+        tied = sizes.layers + 2 == parallelism.pp * rank_stages
     common: dict[str, Any] = {
-        "layers": written.layers,
-        "hidden_size": written.hidden,
-        "heads": written.heads,
-        "kv_heads": written.kv_heads or written.heads,
-        "ffn_hidden_size": written.ffn_hidden or 4 * written.hidden,
-        "vocab_size": -(-vocabulary // to) * to if recipe.defaults.pads_vocab or parallelism.tp > 1 else vocabulary,
-        "seq_len": written.seq_len,
+        "layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads or sizes.heads,
+        "ffn_hidden_size": sizes.ffn_hidden or 4 * sizes.hidden,
+        "vocab_size": -(-vocabulary // unit) * unit if recipe.defaults.pads_vocab or parallelism.tp > 1 else vocabulary,
+        "seq_len": sizes.seq_len,
         "tied": tied,
-        "head_dim": written.head_dim,
+        "head_dim": sizes.head_dim,
     }
-    if written.experts:
-        common |= {"experts": written.experts, "top_k": written.top_k or 2, "capacity_factor": written.capacity_factor}
+    if sizes.experts:
+        common |= {"experts": sizes.experts, "top_k": sizes.top_k or 2, "capacity_factor": sizes.capacity_factor}
         return Mixtral(**common)
-    kind = written.ffn_type or "gelu"
+    kind = sizes.ffn_type or "gelu"
     if kind == "swiglu":
         return Llama(**common)
     if kind == "squared_relu":  # Nemotron: rotary positions, no biases
@@ -266,24 +266,24 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
     shard = shard if mesh.dp_shard * mesh.cp > 1 else ()
     pipelined = mesh.pp > 1
     halves = mesh.tp > 1 or mesh.cp > 1 or model.borrowed(model.layers - 1) or recompute == "selective"
-    dealt: tuple[int, ...] = ()
+    stage_layers: tuple[int, ...] = ()
     if pipelined and recipe.defaults.stages == "cost":
-        dealt = stages_by_cost(model, stages, halves=bool(halves))
+        stage_layers = stages_by_cost(model, stages, halves=bool(halves))
     elif pipelined:
-        dealt = layers_per_stage(model.layers, stages, parallelism.first_last_stage_one_layer_less, bool(halves))
+        stage_layers = layers_per_stage(model.layers, stages, parallelism.first_last_stage_one_layer_less, bool(halves))
     usual = recipe.can_run.reshard_after_with_pp[:1] if pipelined else ()
-    kept: Any = parallelism.reshard_after or (*usual, "step" if pipelined else "layer")[0]
-    kept = kept if zero == 3 else "layer"
+    reshard: Any = parallelism.reshard_after or (*usual, "step" if pipelined else "layer")[0]
+    reshard = reshard if zero == 3 else "layer"
     return Plan(
         mesh,
         schedule,
         stages_per_rank=chunks if schedule == "interleaved-1f1b" else None,
-        layers_per_stage=dealt,
+        layers_per_stage=stage_layers,
         shard_parameters=shard if zero >= 3 else (),
-        shard_gradients=shard if zero >= 2 and kept == "layer" else (),  # in a pipeline, FSDP reduces once a step
+        shard_gradients=shard if zero >= 2 and reshard == "layer" else (),  # in a pipeline, FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
         reduce_at=recipe.defaults.reduction(zero),
-        reshard_after=kept,
+        reshard_after=reshard,
         sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
         recompute=recompute,
         context="all_gather",
@@ -339,14 +339,14 @@ def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool
         fewer_at_ends: whether the run says that the first and the last stage have one block fewer.
         halves: whether the plan counts half-blocks: two for each block, and one for the head.
     """
-    each, rest = divmod(blocks + 2, stages)
-    if each == 1 and not rest and halves:  # no block is left for the ends: the first has half of one, the last the head
+    size, rest = divmod(blocks + 2, stages)
+    if size == 1 and not rest and halves:  # no block is left for the ends: the first has half of one, the last the head
         pairs = 2 * blocks - 1
-        return (1, *_even(pairs, stages - 2), 1)
-    if each > 1 and not rest and (fewer_at_ends or blocks % stages):
-        counts = [each - 1, *[each] * (stages - 2), each - 1]
+        return (1, *_split_evenly(pairs, stages - 2), 1)
+    if size > 1 and not rest and (fewer_at_ends or blocks % stages):
+        counts = [size - 1, *[size] * (stages - 2), size - 1]
     else:
-        counts = _even(blocks, stages)
+        counts = _split_evenly(blocks, stages)
     if not halves:
         return tuple(counts)
     counts = [2 * count for count in counts]
@@ -354,11 +354,11 @@ def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool
     return tuple(counts)
 
 
-def _even(count: int, stages: int) -> list[int]:
+def _split_evenly(count: int, stages: int) -> list[int]:
     """Divide blocks among stages as evenly as possible. Stages with one block more are in the middle."""
-    each, more = divmod(count, stages)
-    first = (stages - more + 1) // 2
-    return [each + (first <= stage < first + more) for stage in range(stages)]
+    size, extra = divmod(count, stages)
+    first = (stages - extra + 1) // 2
+    return [size + (first <= stage < first + extra) for stage in range(stages)]
 
 
 NETWORKS = {"efa": ("efa-100", 4)}
@@ -398,8 +398,8 @@ def nics_in(text: str | None) -> int | None:
     (8, 4, None)
     """
     for part in re.split(r"[;,]", text or ""):
-        if network_in(part) and (found := re.match(r"\s*(\d+) ?x\b", part.lower())) and "per gpu" not in part.lower():
-            return int(found[1])
+        if network_in(part) and (match := re.match(r"\s*(\d+) ?x\b", part.lower())) and "per gpu" not in part.lower():
+            return int(match[1])
     return None
 
 
@@ -425,17 +425,17 @@ def find_name(text: str | None, names: Iterable[str]) -> str | None:
     return min(matches)[2] if matches else None
 
 
-def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) -> tuple[str, ...]:
+def assumptions(record: RunRecord, workload: Workload, *, has_recipe: bool = False) -> tuple[str, ...]:
     """Return a short phrase for each value that the record does not have and that its prediction assumes.
 
     Args:
-        told: whether the user has chosen the recipe, so that it is no assumption.
+        has_recipe: whether the user has chosen the recipe, so that it is no assumption.
     """
     assert isinstance(workload.plan, Plan)
     computes = workload.precision.name.removesuffix(WIDE)
     recompute = _WORDS.get(workload.plan.recompute, workload.plan.recompute)
     return (
-        *(() if record.framework or told else (f"framework: {workload.recipe.name}",)),
+        *(() if record.framework or has_recipe else (f"framework: {workload.recipe.name}",)),
         *_of_model(record.model, workload.model),
         *_of_hardware(record.hardware, workload.cluster),
         *_of_plan(record.parallelism, workload.recipe.defaults.zero_stage, workload.plan),
@@ -444,48 +444,48 @@ def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) ->
     )
 
 
-def _of_model(written: ModelRecord, model: Blocks) -> Iterator[str]:
+def _of_model(record: ModelRecord, model: Blocks) -> Iterator[str]:
     tied = model.has_tied_head
-    if written.vocab is None:
+    if record.vocab is None:
         yield f"vocabulary: {model.vocab_size}, the framework's usual one, padded"
-    elif written.vocab != model.vocab_size:
+    elif record.vocab != model.vocab_size:
         yield f"vocabulary: padded to {model.vocab_size}"
-    if written.kv_heads is None:
+    if record.kv_heads is None:
         yield "key and value heads: as many as heads"
-    if written.ffn_hidden is None:
-        yield f"feed-forward width: {4 * written.hidden}, four times the model's"
-    if written.ffn_type is None:
+    if record.ffn_hidden is None:
+        yield f"feed-forward width: {4 * record.hidden}, four times the model's"
+    if record.ffn_type is None:
         yield "activation function: GELU"
-    if written.tied_embeddings is None:
+    if record.tied_embeddings is None:
         yield f"embedding and head: {'one matrix' if tied else 'two matrices'}"
-    elif written.tied_embeddings and not tied:
+    elif record.tied_embeddings and not tied:
         yield "embedding and head: two matrices, though tied"
 
 
-def _of_hardware(written: HardwareRecord, cluster: Cluster) -> Iterator[str]:
-    if written.gpus_per_node is None:
+def _of_hardware(record: HardwareRecord, cluster: Cluster) -> Iterator[str]:
+    if record.gpus_per_node is None:
         yield f"GPUs of a node: {cluster.per_node}"
-    if written.device is None:
+    if record.device is None:
         yield f"device: {cluster.device.name}"
-    if cluster.nodes > 1 and not (written.network and written.nics):
-        unknown = written.interconnect and not (written.network or network_in(written.interconnect))
-        since = f", since {written.interconnect} is unknown" if unknown else ""
+    if cluster.nodes > 1 and not (record.network and record.nics):
+        unknown = record.interconnect and not (record.network or network_in(record.interconnect))
+        since = f", since {record.interconnect} is unknown" if unknown else ""
         yield f"network: {cluster.nics} x {cluster.inter_node.name} a node{since}"
 
 
-def _of_plan(written: ParallelismRecord, least_stage: int, plan: Plan) -> Iterator[str]:
-    if written.dp is None:
+def _of_plan(record: ParallelismRecord, least_stage: int, plan: Plan) -> Iterator[str]:
+    if record.dp is None:
         yield f"data-parallel ranks: {plan.mesh.dp_shard}, what the other axes leave of the GPUs"
-    if written.cp is None:
+    if record.cp is None:
         yield "context parallelism: none"
-    if written.sequence_parallel is None and plan.mesh.tp > 1:
+    if record.sequence_parallel is None and plan.mesh.tp > 1:
         yield "sequence parallelism: none"
-    if least_stage and not written.zero_stage:
+    if least_stage and not record.zero_stage:
         yield f"ZeRO stage: {least_stage}, the framework's default"
-    elif written.zero_stage is None:
+    elif record.zero_stage is None:
         yield "ZeRO stage: 0"
     if plan.mesh.pp > 1:
-        if written.schedule != plan.schedule:
+        if record.schedule != plan.schedule:
             yield f"schedule: {plan.schedule}"
-        if plan.schedule == "interleaved-1f1b" and (written.interleave_v or 1) < 2:
+        if plan.schedule == "interleaved-1f1b" and (record.interleave_v or 1) < 2:
             yield f"stages of a rank: {plan.stages_per_rank}"

@@ -27,14 +27,16 @@ class Unknown(Incomplete):
     """Error for a run with an unknown name, such as that of a device or framework. The message has the name."""
 
 
-def bounded(most: int, least: int = 1) -> FieldType:
+def bounded(maximum: int, minimum: int = 1) -> FieldType:
     """Return the type of a whole number, which may be in quotes. The limits bound the cost of a simulation."""
-    expected = f"a whole number from {least} to {most:,}"
+    expected = f"a whole number from {minimum} to {maximum:,}"
     return FieldType(
         int,
         "N",
-        lambda value: "" if type(value) is int and least <= value <= most else expected,
-        of_file=lambda value: int(found) if (found := _finite(value)) is not None and found == int(found) else value,
+        lambda value: "" if type(value) is int and minimum <= value <= maximum else expected,
+        of_file=lambda value: (
+            int(figure) if (figure := _finite(value)) is not None and figure == int(figure) else value
+        ),
     )
 
 
@@ -59,7 +61,7 @@ Count = Annotated[int, bounded(10**12)]
 Parameters = Annotated[float, replace(POSITIVE, of_file=number)]
 Ranks = Annotated[int, bounded(32768)]
 Stages = Annotated[int, bounded(4096)]
-ZeroStage = Annotated[int, bounded(3, least=0)]
+ZeroStage = Annotated[int, bounded(3, minimum=0)]
 Text = Annotated[str, FieldType(str, "TEXT", lambda _: "", of_file=str)]
 Switch = Annotated[bool, FieldType(bool, "", lambda _: "", of_file=bool)]
 
@@ -195,13 +197,13 @@ def section(row: dict[str, Any], name: str) -> dict[str, Any]:
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
-def parse(kind: type[T], written: dict[str, Any]) -> T:
+def parse(kind: type[T], fields: dict[str, Any]) -> T:
     """Convert a JSON object to a record. `8`, `8.0` and `"8"` all mean 8, and null means absent.
 
     Raises:
         Incomplete: if a required field is missing, or a value has the wrong type.
     """
-    present = {name: value for name, value in written.items() if value is not None}
+    present = {name: value for name, value in fields.items() if value is not None}
     try:
         return read_settings(kind, present, "", strict=False)
     except UserError as error:
@@ -258,17 +260,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: if the file has other contents.
     """
-    written = read_file(path, "JSON")
-    if not isinstance(written, list) or not written:
+    content = read_file(path, "JSON")
+    if not isinstance(content, list) or not content:
         raise UserError(f'{path} has no list of runs; write [{{"id": ..., "source": ..., "model": ...}}, ...]')
-    rows = cast(list[Any], written)
+    rows = cast(list[Any], content)
     for place, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(cast(dict[str, Any], row).get("id"), str):
             raise UserError(f"{path}: run {place} is no object with an id; each run needs one that is its own")
     ids = [row["id"] for row in rows]
-    twice = next((name for name in ids if ids.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"{path}: two runs are called {twice!r}; give each an id of its own")
+    duplicate = next((name for name in ids if ids.count(name) > 1), None)
+    if duplicate is not None:
+        raise UserError(f"{path}: two runs are called {duplicate!r}; give each an id of its own")
     return rows
 
 
@@ -318,9 +320,9 @@ def ran_out_of_memory(row: dict[str, Any]) -> bool:
     or "OOM" in place of a measured value or in one of the fields of `STATUS`.
     """
     fields = section(row, "measured")
-    named = [value for key, value in (*row.items(), *fields.items()) if _says_so(key)]
+    flags = [value for key, value in (*row.items(), *fields.items()) if _says_so(key)]
     texts = (row.get("measured"), *fields.values(), *map(row.get, STATUS))
-    return any(map(_is_true, named)) or any(map(_says_so, texts))
+    return any(map(_is_true, flags)) or any(map(_says_so, texts))
 
 
 def _says_so(text: Any) -> bool:
@@ -333,13 +335,13 @@ def _is_true(value: Any) -> bool:
 
 
 def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
-    each, all = number(measured.get("tokens_per_s_per_gpu")), number(measured.get("tokens_per_s"))
-    if each and (gpus := number(section(row, "hardware").get("gpus"))):
-        all = each * gpus
+    per_gpu, total = number(measured.get("tokens_per_s_per_gpu")), number(measured.get("tokens_per_s"))
+    if per_gpu and (gpus := number(section(row, "hardware").get("gpus"))):
+        total = per_gpu * gpus
     sequences, block = (
         number(section(row, name).get(key)) for name, key in (("batch", "global_sequences"), ("model", "seq_len"))
     )
-    return sequences * block / all if sequences and block and all else None
+    return sequences * block / total if sequences and block and total else None
 
 
 def _of_block(measured: dict[str, Any]) -> float | None:

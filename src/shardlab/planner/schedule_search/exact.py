@@ -50,17 +50,17 @@ def has_solver() -> bool:
     return importlib.util.find_spec("ortools") is not None
 
 
-def prove(known: Timing, seconds: float) -> Proof:
+def prove(reference: Timing, seconds: float) -> Proof:
     """Search for a schedule that is faster than a known one, and for a lower bound of the time of all schedules.
 
     Args:
-        known: schedule that fits into memory.
+        reference: schedule that fits into memory.
         seconds: time limit of the solver.
 
     Raises:
         UserError: if OR-tools is not installed, or the problem has more than `MOST_PASSES` passes.
     """
-    passes = known.passes
+    passes = reference.passes
     if passes.count > MOST_PASSES:
         raise UserError(
             f"the problem has {passes.count:,} passes, and the exact search takes at most {MOST_PASSES:,}; take fewer "
@@ -70,9 +70,9 @@ def prove(known: Timing, seconds: float) -> Proof:
         raise UserError('the exact search needs OR-tools; install it with pip install "shardlab[search]"')
     from ortools.sat.python import cp_model
 
-    unit = known.time / RESOLUTION
+    unit = reference.time / RESOLUTION
     model: Any = cp_model.CpModel()
-    starts = _model(model, passes, known, unit)
+    starts = _model(model, passes, reference, unit)
     solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = THREADS
@@ -80,19 +80,19 @@ def prove(known: Timing, seconds: float) -> Proof:
     problem = passes.problem
     bound = max(problem.lower_bound, solver.best_objective_bound * unit)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Proof(min(bound, known.time), None, is_complete=status == cp_model.INFEASIBLE)
+        return Proof(min(bound, reference.time), None, is_complete=status == cp_model.INFEASIBLE)
     orders = [  # weight halves of whole backward passes take no time, and are sorted first
-        sorted(order, key=lambda each: (solver.value(starts[each]), passes.duration[each] > 0, each))
-        for order in known.orders
+        sorted(order, key=lambda number: (solver.value(starts[number]), passes.duration[number] > 0, number))
+        for order in reference.orders
     ]
     timing = timing_of(passes, orders)
-    if timing is None or not passes.fits(orders) or timing.time >= known.time * (1 - 1e-9):
+    if timing is None or not passes.fits(orders) or timing.time >= reference.time * (1 - 1e-9):
         timing = None
-    best = known.time if timing is None else timing.time
+    best = reference.time if timing is None else timing.time
     return Proof(min(bound, best), timing, is_complete=status == cp_model.OPTIMAL and bound >= best * (1 - 1e-3))
 
 
-def _model(model: Any, passes: Passes, known: Timing, unit: float) -> list[Any]:
+def _model(model: Any, passes: Passes, reference: Timing, unit: float) -> list[Any]:
     """Add the variables and constraints of a problem to a model, and return the starts of all passes."""
     problem = passes.problem
     horizon = RESOLUTION + 1
@@ -101,24 +101,24 @@ def _model(model: Any, passes: Passes, known: Timing, unit: float) -> list[Any]:
         return math.floor(time / unit)
 
     durations = [units(time) for time in passes.duration]
-    starts = [model.new_int_var(0, horizon, f"s{each}") for each in range(passes.count)]
-    for each in range(passes.count):
-        model.add_hint(starts[each], units(known.end[each] - passes.duration[each]))
-        for need, lag in passes.needs[each]:
-            model.add(starts[each] >= starts[need] + durations[need] + units(lag))
+    starts = [model.new_int_var(0, horizon, f"s{number}") for number in range(passes.count)]
+    for number in range(passes.count):
+        model.add_hint(starts[number], units(reference.end[number] - passes.duration[number]))
+        for need, lag in passes.needs[number]:
+            model.add(starts[number] >= starts[need] + durations[need] + units(lag))
     ends: list[Any] = []
     scale = 10_000 / (max(stage.activation for stage in problem.stages) or 1.0)
-    for order, limit in zip(known.orders, problem.limits, strict=True):
+    for order, limit in zip(reference.orders, problem.limits, strict=True):
         model.add_no_overlap(
-            [model.new_fixed_size_interval_var(starts[each], durations[each], f"i{each}") for each in order]
+            [model.new_fixed_size_interval_var(starts[number], durations[number], f"i{number}") for number in order]
         )
         end = model.new_int_var(0, horizon, "end")
-        for each in order:
-            model.add(end >= starts[each] + durations[each])
+        for number in order:
+            model.add(end >= starts[number] + durations[number])
         first = model.new_int_var(0, horizon, "first")
         if problem.objective == "span":
-            for each in order:
-                model.add(first <= starts[each])
+            for number in order:
+                model.add(first <= starts[number])
         else:
             model.add(first == 0)
         ends.append(end - first)
@@ -150,9 +150,9 @@ def _limit_memory(
     """
     times: list[Any] = []
     changes: list[int] = []
-    for each in order:
-        change = passes.memory[each]
+    for number in order:
+        change = passes.memory[number]
         if change:
-            times.append(starts[each] + (0 if change > 0 else durations[each]))
+            times.append(starts[number] + (0 if change > 0 else durations[number]))
             changes.append(math.floor(change * scale) if change > 0 else -math.floor(-change * scale))
     model.add_reservoir_constraint(times, changes, -len(order), math.ceil(limit * scale))

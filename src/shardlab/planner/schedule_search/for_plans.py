@@ -25,7 +25,7 @@ class ScheduledPlan:
 
     Attributes:
         candidate: the plan with its published schedule.
-        found: the schedule (None: none was found).
+        schedule: the schedule (None: none was found).
         published_seconds: predicted seconds of a step with the plan's published schedule.
         seconds: predicted seconds of a step with the found schedule.
         tensors: bytes of tensors on the fullest rank with the found schedule.
@@ -33,7 +33,7 @@ class ScheduledPlan:
     """
 
     candidate: Candidate
-    found: FoundSchedule | None = None
+    schedule: FoundSchedule | None = None
     published_seconds: float = 0.0
     seconds: float = 0.0
     tensors: int = 0
@@ -53,33 +53,33 @@ def schedules_for_plans(problem: Problem, results: Results, seconds: float) -> l
         results: results of the planner's search.
         seconds: time limit of all searches together.
     """
-    chosen: list[PlanOutcome] = []
+    outcomes: list[PlanOutcome] = []
     for outcome in results.fitting:
         plan = outcome.candidate.plan
-        if plan.mesh.pp > 1 and all(plan.mesh != other.candidate.plan.mesh for other in chosen):
-            chosen.append(outcome)
-        if len(chosen) == PLANS:
+        if plan.mesh.pp > 1 and all(plan.mesh != other.candidate.plan.mesh for other in outcomes):
+            outcomes.append(outcome)
+        if len(outcomes) == PLANS:
             break
-    return [_scheduled(problem, outcome, seconds / len(chosen)) for outcome in chosen]
+    return [_schedule_plan(problem, outcome, seconds / len(outcomes)) for outcome in outcomes]
 
 
-def _scheduled(problem: Problem, outcome: PlanOutcome, seconds: float) -> ScheduledPlan:
+def _schedule_plan(problem: Problem, outcome: PlanOutcome, seconds: float) -> ScheduledPlan:
     workload = problem.workload(outcome.candidate)
     best, reason = ScheduledPlan(outcome.candidate), ""
     try:
         plain_step = workload.estimate().step
     except UserError as error:  # too many ops to replay
         return ScheduledPlan(outcome.candidate, reason=str(error))
-    for placement, each in PLACEMENTS:
+    for placement, stages_per_rank in PLACEMENTS:
         try:
-            step_problem = problem_of(workload, placement=placement, stages_per_rank=each)
-            found, step = step_problem.search(partial(_search_for, seconds / len(PLACEMENTS)))
+            step_problem = problem_of(workload, placement=placement, stages_per_rank=stages_per_rank)
+            schedule, step = step_problem.search(partial(_search_for, seconds / len(PLACEMENTS)))
         except UserError as error:  # too few layers for so many stages, or no schedule that fits
             reason = str(error)
             continue
-        if best.found is None or step.step < best.seconds:
-            best = ScheduledPlan(outcome.candidate, found, plain_step, step.step, step.peak.bytes)
-    return best if best.found is not None else ScheduledPlan(outcome.candidate, reason=reason)
+        if best.schedule is None or step.step < best.seconds:
+            best = ScheduledPlan(outcome.candidate, schedule, plain_step, step.step, step.peak.bytes)
+    return best if best.schedule is not None else ScheduledPlan(outcome.candidate, reason=reason)
 
 
 def _search_for(seconds: float, problem: ScheduleProblem, share: float) -> FoundSchedule:

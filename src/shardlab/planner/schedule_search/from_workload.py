@@ -103,28 +103,28 @@ class StepProblem:
         Raises:
             UserError: if no schedule that fits is found.
         """
-        tries = [self._fitting(each, search) for each in self.pipelines]
-        results = [(found, estimate) for found, estimate in tries if estimate is not None]
+        solutions = [self._fitting(pipeline, search) for pipeline in self.pipelines]
+        results = [(solution, estimate) for solution, estimate in solutions if estimate is not None]
         # A published schedule that both problems have is taken from the last one, with whole backward passes.
-        published = {each.name: (each, found) for found, _ in tries for each in found.published}
-        ordered = sorted(published.values(), key=lambda each: (each[0].time, each[0].name))
+        published = {entry.name: (entry, solution) for solution, _ in solutions for entry in solution.published}
+        ordered = sorted(published.values(), key=lambda entry: (entry[0].time, entry[0].name))
         replayed: list[Published] = []
-        for each, found in ordered:
+        for entry, solution in ordered:
             if not any(other.fits for other in replayed):
-                known = published_schedule(found, each.name)
-                estimate = with_schedule(self.workload, known.steps).estimate()
-                each = replace(each, fits=min(self._left(estimate)) >= 0)
-                results += [(known, estimate)] if each.fits else []
-            replayed.append(each)
+                alternative = published_schedule(solution, entry.name)
+                estimate = with_schedule(self.workload, alternative.steps).estimate()
+                entry = replace(entry, fits=min(self._unused_bytes(estimate)) >= 0)
+                results += [(alternative, estimate)] if entry.fits else []
+            replayed.append(entry)
         if not results:
             raise UserError("no schedule was found with which the step fits in memory; give more memory")
         best, estimate = min(results, key=lambda result: result[1].step)
         return replace(best, published=replayed), estimate
 
-    def faster(self, known: tuple[FoundSchedule, Estimate], other: FoundSchedule) -> tuple[FoundSchedule, Estimate]:
+    def faster(self, best: tuple[FoundSchedule, Estimate], other: FoundSchedule) -> tuple[FoundSchedule, Estimate]:
         """Return a known schedule with its replay, or another schedule if the step fits and is faster with it."""
         estimate = with_schedule(self.workload, other.steps).estimate()
-        return (other, estimate) if min(self._left(estimate)) >= 0 and estimate.step < known[1].step else known
+        return (other, estimate) if min(self._unused_bytes(estimate)) >= 0 and estimate.step < best[1].step else best
 
     def _fitting(
         self, pipeline: ScheduleProblem, search: Callable[[ScheduleProblem, float], FoundSchedule]
@@ -136,24 +136,24 @@ class StepProblem:
         search is repeated.
         """
         best: tuple[FoundSchedule, Estimate | None] | None = None
-        seen: list[Orders] = []
+        tried_orders: list[Orders] = []
         for share in SHARES:
-            found = search(pipeline, share / len(self.pipelines))
-            if found.timing.orders in seen:
+            solution = search(pipeline, share / len(self.pipelines))
+            if solution.timing.orders in tried_orders:
                 break
-            seen.append(found.timing.orders)
-            estimate = with_schedule(self.workload, found.steps).estimate()
-            left = self._left(estimate)
-            if min(left) < 0:
-                best = best or (found, None)
+            tried_orders.append(solution.timing.orders)
+            estimate = with_schedule(self.workload, solution.steps).estimate()
+            remaining = self._unused_bytes(estimate)
+            if min(remaining) < 0:
+                best = best or (solution, None)
             else:
                 if best is None or best[1] is None or estimate.step < best[1].step:
-                    best = found, estimate
+                    best = solution, estimate
                 one_more = max(stage.activation for stage in pipeline.stages)
-                used = zip(found.timing.peaks, pipeline.limits, left, strict=True)
-                if not any(peak + one_more > limit and more > SPARE * self.budget for peak, limit, more in used):
+                used = zip(solution.timing.peaks, pipeline.limits, remaining, strict=True)
+                if not any(peak + one_more > limit and spare > SPARE * self.budget for peak, limit, spare in used):
                     break
-            limits = tuple(limit + more for limit, more in zip(pipeline.limits, left, strict=True))
+            limits = tuple(limit + spare for limit, spare in zip(pipeline.limits, remaining, strict=True))
             try:
                 pipeline = replace(pipeline, limit=limits)
             except LimitTooLowError:
@@ -161,7 +161,7 @@ class StepProblem:
         assert best is not None, "there is a share of the time"
         return best
 
-    def _left(self, estimate: Estimate) -> list[float]:
+    def _unused_bytes(self, estimate: Estimate) -> list[float]:
         """Return the bytes of the budget that each pipeline rank leaves unused in a replay, which may be negative."""
         mesh = estimate.traced.program.mesh
         needed = {mesh.coordinate(peak.rank, "pp"): peak.bytes for peak in estimate.peaks}
@@ -188,24 +188,27 @@ def problem_of(
     Raises:
         UserError: if the model has too few layers for so many stages, or one microbatch does not fit.
     """
-    halves = _replayed(workload, placement, stages_per_rank, whole=False)
+    halves = _replay_stages(workload, placement, stages_per_rank, whole=False)
     replays = [halves]
-    if any(stage.kept > 1.05 * stage.activation for stage in halves.stages):
-        replays.append(_replayed(workload, placement, stages_per_rank, whole=True))
+    if any(stage.kept_bytes > 1.05 * stage.activation for stage in halves.stages):
+        replays.append(_replay_stages(workload, placement, stages_per_rank, whole=True))
     plan = workload.plan
     assert isinstance(plan, Plan)
     microbatches = workload.microbatches // plan.data_ranks
     budget = memory if memory is not None else halves.budget
     problems: list[ScheduleProblem] = []
     refusal = None
-    for each in replays:
-        costs, limits = tuple(stage.costs for stage in each.stages), tuple(budget - beside for beside in each.beside)
+    for replay in replays:
+        costs, limits = (
+            tuple(stage.costs for stage in replay.stages),
+            tuple(budget - other_bytes for other_bytes in replay.other_bytes),
+        )
         try:
-            problem = ScheduleProblem(plan.mesh.pp, microbatches, costs, each.message, limits, placement, objective)
+            problem = ScheduleProblem(plan.mesh.pp, microbatches, costs, replay.message, limits, placement, objective)
         except LimitTooLowError as error:
-            needs, has = bytes_text(each.beside[error.rank] + error.least), memory_text(max(0, budget))
-            given = f"rank {error.rank} needs {needs} for one microbatch, and has {has} for tensors"
-            refusal = UserError(f"{given}; give more --memory or --pp")
+            needs, has = bytes_text(replay.other_bytes[error.rank] + error.minimum), memory_text(max(0, budget))
+            shortage = f"rank {error.rank} needs {needs} for one microbatch, and has {has} for tensors"
+            refusal = UserError(f"{shortage}; give more --memory or --pp")
         else:
             problems.append(problem)
     if refusal is not None and not problems:
@@ -228,18 +231,18 @@ class _Replay:
     Attributes:
         stages: the passes of each stage.
         message: largest time from the end of a stage's forward pass to the start of the next stage's forward pass.
-        beside: for each rank, the largest number of bytes at any op besides the activations of its stages. The search
-            does not count these bytes.
+        other_bytes: for each rank, the largest number of bytes at any op besides the activations of its stages. The
+            search does not count these bytes.
         budget: bytes of a device for tensors.
     """
 
     stages: list[_StagePasses]
     message: float
-    beside: list[int]
+    other_bytes: list[int]
     budget: float
 
 
-def _replayed(workload: Workload, placement: Placement, stages_per_rank: int, *, whole: bool) -> _Replay:
+def _replay_stages(workload: Workload, placement: Placement, stages_per_rank: int, *, whole: bool) -> _Replay:
     plan = workload.plan
     assert isinstance(plan, Plan)
     schedule = _forth_and_back(placement, stages_per_rank, whole=whole)
@@ -261,13 +264,13 @@ def _replayed(workload: Workload, placement: Placement, stages_per_rank: int, *,
         _passes_of(estimate, rows[rank], range(*bounds)) for rank, bounds in zip(places, pairwise(cuts), strict=True)
     ]
     message = max(
-        after.spans[0][0] - stage.spans[0][1]
-        for (stage, rank), (after, other) in pairwise(zip(stages, places, strict=True))
+        next_stage.spans[0][0] - stage.spans[0][1]
+        for (stage, rank), (next_stage, other) in pairwise(zip(stages, places, strict=True))
         if rank != other
     )
-    of_ranks = [[each for each, other in zip(stages, places, strict=True) if other == rank] for rank in range(ranks)]
-    beside = [_beside(estimate, rows[rank], of_ranks[rank]) for rank in range(ranks)]
-    return _Replay(stages, max(0.0, message), beside, tensor_budget(single))
+    of_ranks = [[stage for stage, other in zip(stages, places, strict=True) if other == rank] for rank in range(ranks)]
+    other_bytes = [_other_bytes(estimate, rows[rank], of_ranks[rank]) for rank in range(ranks)]
+    return _Replay(stages, max(0.0, message), other_bytes, tensor_budget(single))
 
 
 def _forth_and_back(placement: Placement, stages_per_rank: int, *, whole: bool) -> Schedule:
@@ -296,43 +299,45 @@ class _StagePasses:
         places: first and last op of each pass on the rank's tape.
         spans: start and end of each pass.
         activation: bytes that the forward pass leaves in memory.
-        kept: bytes of this stage that are in memory from the input half to the end of the weight half.
+        kept_bytes: bytes of this stage that are in memory from the input half to the end of the weight half.
     """
 
     places: tuple[tuple[int, int], ...]
     spans: tuple[tuple[float, float], ...]
     activation: int
-    kept: int
+    kept_bytes: int
 
     @property
     def costs(self) -> StageCosts:
         """Costs of the stage."""
         forward, back, *weight = (end - start for start, end in self.spans)
-        return StageCosts(forward, back, sum(weight), self.activation, self.kept)
+        return StageCosts(forward, back, sum(weight), self.activation, self.kept_bytes)
 
     def held_at(self, op: int) -> int:
         """Return the bytes that the search counts while an op runs."""
         first, backward, last = self.places[0][0], self.places[1][0], self.places[-1][1]
         if first <= op < backward:
             return self.activation
-        return self.kept if backward <= op <= last else 0
+        return self.kept_bytes if backward <= op <= last else 0
 
 
 def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
     """Return the passes of the stage with these layers on the second microbatch."""
     program, times, memory = estimate.traced.program, estimate.times, estimate.memory[row]
     tape, specs = program.tapes[row], estimate.traced.specs[row]
-    own = [*layers, program.layers] if layers.stop == program.layers else layers  # the loss follows the last layer
+    # The loss follows the last layer.
+    own_layers = [*layers, program.layers] if layers.stop == program.layers else layers
     indices: tuple[list[int], ...] = ([], [], [])
-    seen: set[tuple[OpKind, int]] = set()
+    past_ops: set[tuple[OpKind, int]] = set()
     second = max(specs[op.inputs[0]].microbatches for op in tape if op.kind in _ANY_PASS)
     for place, op in enumerate(tape):
-        if op.kind in _ANY_PASS and op.layer in own and specs[op.inputs[0]].microbatches == second:
-            again = (op.kind, op.layer) in seen  # a forward pass that is computed again belongs to the input half
-            seen.add((op.kind, op.layer))
+        if op.kind in _ANY_PASS and op.layer in own_layers and specs[op.inputs[0]].microbatches == second:
+            # A forward pass that is computed again belongs to the input half.
+            is_recompute = (op.kind, op.layer) in past_ops
+            past_ops.add((op.kind, op.layer))
             number = next(number for number, kinds in enumerate(_PASSES) if op.kind in kinds)
-            indices[1 if again and number == 0 else number].append(place)
-    places = [(each[0], each[-1]) for each in indices if each]
+            indices[1 if is_recompute and number == 0 else number].append(place)
+    places = [(positions[0], positions[-1]) for positions in indices if positions]
     spans = tuple((times.starts[row][first], times.ends[row][last]) for first, last in places)
     entries = [_entry(tape, first) for first, _ in places]
     after_forward = _entry(tape, next(i for i in range(places[0][1] + 1, len(tape)) if tape[i].kind in _ANY_PASS))
@@ -349,7 +354,7 @@ def _entry(tape: Sequence[Op], place: int) -> int:
     return entry
 
 
-def _beside(estimate: Estimate, row: int, stages: Sequence[_StagePasses]) -> int:
+def _other_bytes(estimate: Estimate, row: int, stages: Sequence[_StagePasses]) -> int:
     """Return the largest number of bytes of a rank that the search does not count."""
     during = estimate.memory[row].during
     return max(bytes - sum(stage.held_at(op) for stage in stages) for op, bytes in enumerate(during))

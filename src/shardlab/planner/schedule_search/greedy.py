@@ -52,15 +52,15 @@ def policies(passes: Passes) -> Iterator[Policy]:
     """Yield policies for a problem, the most plausible first."""
     problem = passes.problem
     whole = problem.minimum_memory
-    most = [min(limit, problem.microbatches * each) for limit, each in zip(problem.limits, whole, strict=True)]
-    limits = [tuple(most)]
+    largest = [min(limit, problem.microbatches * memory) for limit, memory in zip(problem.limits, whole, strict=True)]
+    limits = [tuple(largest)]
     for factor in (1.0, 1.5, 2.0):  # like 1F1B, ZB-H1 and ZB-H2: fewer microbatches on later ranks
-        ahead = [each * (1 + factor * (problem.ranks - 1 - rank)) for rank, each in enumerate(whole)]
-        limits.append(tuple(min(one, other) for one, other in zip(most, ahead, strict=True)))
-    for each, gap, patience, late_first, first, pending in product(
+        ahead = [memory * (1 + factor * (problem.ranks - 1 - rank)) for rank, memory in enumerate(whole)]
+        limits.append(tuple(min(one, other) for one, other in zip(largest, ahead, strict=True)))
+    for policy_limits, gap, patience, late_first, first, pending in product(
         dict.fromkeys(limits), (1.0, 0.5, 0.01), (0.0, 0.5, 1.0), (True, False), (True, False), (1_000_000, 1, 2)
     ):
-        yield Policy(each, first, patience, gap, late_first, pending)
+        yield Policy(policy_limits, first, patience, gap, late_first, pending)
 
 
 class _Greedy:
@@ -74,8 +74,8 @@ class _Greedy:
         self.missing = [len(needs) for needs in passes.needs]
         self.ready_at = [0.0] * passes.count
         # Passes of each rank whose inputs are computed or in flight, by kind: (key, pass).
-        self.waiting: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(problem.ranks)]
-        self.held = [0.0] * problem.ranks
+        self.candidates: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(problem.ranks)]
+        self.used_memory = [0.0] * problem.ranks
         self.reserve = [0.0] * len(problem.stages)
         for rank in range(problem.ranks):
             later = 0.0
@@ -89,9 +89,9 @@ class _Greedy:
 
     def run(self) -> Orders:
         """Construct the schedule. At each event of an idle rank, the rank starts a pass or waits for its next event."""
-        for each, missing in enumerate(self.missing):
+        for number, missing in enumerate(self.missing):
             if not missing:
-                self._arrive(each)
+                self._arrive(number)
         events = [(0.0, rank) for rank in range(len(self.orders))]
         asleep: dict[int, float] = {}
         free = [0.0] * len(self.orders)
@@ -99,18 +99,18 @@ class _Greedy:
             now, rank = heapq.heappop(events)
             if now < free[rank]:
                 continue
-            chosen, wake = self._choose(rank, now)
-            if chosen is None:
+            next_pass, wake = self._choose(rank, now)
+            if next_pass is None:
                 if wake is not None:
                     heapq.heappush(events, (wake, rank))
                 else:
                     asleep[rank] = now
                 continue
-            end = now + self.passes.duration[chosen]
+            end = now + self.passes.duration[next_pass]
             free[rank] = end
-            self.orders[rank].append(chosen)
-            self.held[rank] += self.passes.memory[chosen]
-            for reader, lag in self.passes.readers[chosen]:
+            self.orders[rank].append(next_pass)
+            self.used_memory[rank] += self.passes.memory[next_pass]
+            for reader, lag in self.passes.readers[next_pass]:
                 self.missing[reader] -= 1
                 self.ready_at[reader] = max(self.ready_at[reader], end + lag)
                 if not self.missing[reader]:
@@ -122,20 +122,20 @@ class _Greedy:
             heapq.heappush(events, (end, rank))
         return self.orders
 
-    def _arrive(self, each: int) -> None:
-        kind, stage, microbatch = self.passes.parts(each)
+    def _arrive(self, number: int) -> None:
+        kind, stage, microbatch = self.passes.parts(number)
         if kind == FORWARD:
             key = -stage * self.microbatches + microbatch if self.policy.late_first else float(microbatch)
         elif kind == INPUT:
             key = float(microbatch)
         else:
-            key = float(len(self.orders[self.passes.rank[each]]))
-        self.waiting[self.passes.rank[each]][kind].append((key, each))
+            key = float(len(self.orders[self.passes.rank[number]]))
+        self.candidates[self.passes.rank[number]][kind].append((key, number))
 
     def _choose(self, rank: int, now: float) -> tuple[int | None, float | None]:
         """Return the pass that a rank runs now, or None and the time at which it should choose again."""
         policy = self.policy
-        forwards, inputs, weights = self.waiting[rank]
+        forwards, inputs, weights = self.candidates[rank]
         if weights and not self.passes.duration[(weight := min(weights))[1]]:
             return self._take(rank, WEIGHT, weight), None  # it only frees memory
         forward, next_forward = self._first(forwards, now, rank)
@@ -151,39 +151,39 @@ class _Greedy:
             return self._take(rank, FORWARD, forward), None
         if back is not None:
             return self._take(rank, INPUT, back), None
-        coming = [time for time in (next_forward, next_back) if time is not None]
-        wake = min(coming, default=None)
+        times = [time for time in (next_forward, next_back) if time is not None]
+        wake = min(times, default=None)
         if weights:
             weight = min(weights)
             needed = policy.gap * self.passes.duration[weight[1]]
-            blocked = forward is None and any(self.ready_at[each] <= now for _, each in (*forwards, *inputs))
+            blocked = forward is None and any(self.ready_at[number] <= now for _, number in (*forwards, *inputs))
             if wake is None or wake - now >= needed or (blocked and next_back is None):
                 return self._take(rank, WEIGHT, weight), None
         return None, wake
 
     def _first(
-        self, waiting: list[tuple[float, int]], now: float, rank: int
+        self, candidates: list[tuple[float, int]], now: float, rank: int
     ) -> tuple[tuple[float, int] | None, float | None]:
         """Return the best pass that is ready and fits into memory, and the time at which the next one gets ready."""
         best: tuple[float, int] | None = None
         later: float | None = None
-        for each in waiting:
-            time = self.ready_at[each[1]]
+        for candidate in candidates:
+            time = self.ready_at[candidate[1]]
             if time > now:
                 if later is None or time < later:
                     later = time
-            elif (best is None or each < best) and self._fits(rank, each[1]):
-                best = each
+            elif (best is None or candidate < best) and self._fits(rank, candidate[1]):
+                best = candidate
         return best, later
 
-    def _fits(self, rank: int, each: int) -> bool:
-        change = self.passes.memory[each]
+    def _fits(self, rank: int, number: int) -> bool:
+        change = self.passes.memory[number]
         if change <= 0:
             return True
-        kind, stage, _ = self.passes.parts(each)
+        kind, stage, _ = self.passes.parts(number)
         reserve = self.reserve[stage] + self.passes.problem.growths[rank] if kind == FORWARD else 0.0
-        return self.held[rank] + change + reserve <= self.policy.limits[rank] * (1 + TOLERANCE)
+        return self.used_memory[rank] + change + reserve <= self.policy.limits[rank] * (1 + TOLERANCE)
 
-    def _take(self, rank: int, kind: int, each: tuple[float, int]) -> int:
-        self.waiting[rank][kind].remove(each)
-        return each[1]
+    def _take(self, rank: int, kind: int, candidate: tuple[float, int]) -> int:
+        self.candidates[rank][kind].remove(candidate)
+        return candidate[1]

@@ -42,10 +42,10 @@ class Skeleton:
 def skeleton_of(passes: Passes, orders: Orders, gap: float) -> Skeleton:
     """Return a schedule without its weight halves."""
     weights = passes.number(WEIGHT, 0, 0)
-    return Skeleton([[each for each in order if each < weights] for order in orders], gap)
+    return Skeleton([[number for number in order if number < weights] for order in orders], gap)
 
 
-def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None:
+def fill(passes: Passes, skeleton: Skeleton, maximum: float = inf) -> Timing | None:
     """Return a schedule with its weight halves, or None if there is a deadlock or a pass does not fit into memory.
 
     Each rank runs its passes in order, as early as they can start. A weight half runs in the first gap that is long
@@ -54,33 +54,33 @@ def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None
     Args:
         passes: tables of the problem.
         skeleton: the schedule without its weight halves.
-        most: memory limit of every rank, in addition to the limits of the problem.
+        maximum: memory limit of every rank, in addition to the limits of the problem.
     """
     duration, needs, memory, gap = passes.duration, passes.needs, passes.memory, skeleton.gap
-    limits = [min(limit, most) * (1 + TOLERANCE) for limit in passes.problem.limits]
+    limits = [min(limit, maximum) * (1 + TOLERANCE) for limit in passes.problem.limits]
     ranks = len(skeleton.orders)
     shift = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)
     inputs = passes.number(INPUT, 0, 0)
     end = [-1.0] * passes.count
     at, free, used = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     orders: Orders = [[] for _ in range(ranks)]
-    waiting: list[deque[int]] = [deque() for _ in range(ranks)]
-    left = sum(map(len, skeleton.orders))
-    while left:
-        before = left
+    pending: list[deque[int]] = [deque() for _ in range(ranks)]
+    remaining = sum(map(len, skeleton.orders))
+    while remaining:
+        previous = remaining
         for rank, order in enumerate(skeleton.orders):
-            place, time, rows, weights, limit = at[rank], free[rank], orders[rank], waiting[rank], limits[rank]
+            place, time, rows, weights, limit = at[rank], free[rank], orders[rank], pending[rank], limits[rank]
             while place < len(order):
-                each = order[place]
+                number = order[place]
                 start = time
-                for need, lag in needs[each]:
+                for need, lag in needs[number]:
                     ready = end[need]
                     if ready < 0:
                         break
                     if ready + lag > start:
                         start = ready + lag
                 else:
-                    change = memory[each]
+                    change = memory[number]
                     while weights and (used[rank] + change > limit or start - time >= gap * duration[weights[0]]):
                         weight = weights.popleft()
                         time += duration[weight]
@@ -90,19 +90,19 @@ def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None
                     used[rank] += change
                     if used[rank] > limit:
                         return None
-                    time = max(start, time) + duration[each]
-                    end[each] = time
-                    rows.append(each)
-                    if each >= inputs:
-                        weights.append(each + shift)
+                    time = max(start, time) + duration[number]
+                    end[number] = time
+                    rows.append(number)
+                    if number >= inputs:
+                        weights.append(number + shift)
                     place += 1
                     continue
                 break
-            left -= place - at[rank]
+            remaining -= place - at[rank]
             at[rank], free[rank] = place, time
-        if left == before:
+        if remaining == previous:
             return None
-    for rank, weights in enumerate(waiting):
+    for rank, weights in enumerate(pending):
         time = free[rank]
         for weight in weights:
             time += duration[weight]
@@ -116,14 +116,14 @@ def with_less_memory(timing: Timing) -> Timing:
     passes, best = timing.passes, timing
     for gap in GAPS:
         skeleton = skeleton_of(passes, timing.orders, gap)
-        enough, too_little = max(best.peaks), 0.0
-        while enough - too_little > 0.01 * enough:
-            most = (enough + too_little) / 2
-            filled = fill(passes, skeleton, most)
+        upper, lower = max(best.peaks), 0.0
+        while upper - lower > 0.01 * upper:
+            limit = (upper + lower) / 2
+            filled = fill(passes, skeleton, limit)
             if filled is not None and filled.time <= timing.time * (1 + TOLERANCE):
-                best, enough = filled, max(filled.peaks)
+                best, upper = filled, max(filled.peaks)
             else:
-                too_little = most
+                lower = limit
     return best
 
 
@@ -213,9 +213,9 @@ class _Search:
         orders[rank] = changed
         return Skeleton(orders, current.gap)
 
-    def _form(self, each: int) -> int:
+    def _form(self, number: int) -> int:
         """Return the kind and the stage of a pass as one number."""
-        return each // self.passes.problem.microbatches
+        return number // self.passes.problem.microbatches
 
     def _may_swap(self, first: int, second: int) -> bool:
         """Return whether two adjacent passes may be exchanged. Microbatches of a stage keep their order."""
@@ -231,10 +231,10 @@ class _Search:
         """Return a random pass of the critical path, as a rank and an index in its order."""
         passes, timing = self.passes, self.timing
         last = max(range(len(timing.orders)), key=lambda rank: timing.end[timing.orders[rank][-1]])
-        each = self.random.choice(_critical_path(timing, last))
-        rank = passes.rank[each]
+        number = self.random.choice(_critical_path(timing, last))
+        rank = passes.rank[number]
         try:
-            return rank, self.current.orders[rank].index(each)
+            return rank, self.current.orders[rank].index(number)
         except ValueError:  # a weight half, which skeletons do not have
             return rank, 0
 
@@ -245,21 +245,21 @@ def _critical_path(timing: Timing, rank: int) -> list[int]:
     Each pass starts when the next pass in the list ends, or when the output of the next pass arrives.
     """
     passes, end = timing.passes, timing.end
-    before: dict[int, int] = {}
+    predecessors: dict[int, int] = {}
     for order in timing.orders:
         for first, second in pairwise(order):
-            before[second] = first
-    each: int | None = timing.orders[rank][-1]
+            predecessors[second] = first
+    number: int | None = timing.orders[rank][-1]
     path: list[int] = []
-    while each is not None:
-        path.append(each)
-        start = end[each] - passes.duration[each] - 1e-9
-        previous = before.get(each)
+    while number is not None:
+        path.append(number)
+        start = end[number] - passes.duration[number] - 1e-9
+        previous = predecessors.get(number)
         following = previous if previous is not None and end[previous] >= start else None
-        for need, lag in passes.needs[each]:
-            if end[need] + lag >= start and (following is None or passes.rank[need] != passes.rank[each]):
+        for need, lag in passes.needs[number]:
+            if end[need] + lag >= start and (following is None or passes.rank[need] != passes.rank[number]):
                 following = need
-        each = following if start > 0 else None
+        number = following if start > 0 else None
     return path
 
 

@@ -60,13 +60,13 @@ class LimitTooLowError(UserError):
     """Error of a memory limit below the activations of one microbatch.
 
     Attributes:
-        rank, least: the rank, and the memory that one microbatch takes there.
+        rank, minimum: the rank, and the memory that one microbatch takes there.
     """
 
-    def __init__(self, rank: int, limit: float, least: float) -> None:
-        self.rank, self.least = rank, least
-        what = f"a memory limit of {limit:g} is below {least:g}, which one microbatch takes on rank {rank}"
-        super().__init__(f"{what}; raise the limit, or take more ranks")
+    def __init__(self, rank: int, limit: float, minimum: float) -> None:
+        self.rank, self.minimum = rank, minimum
+        reason = f"a memory limit of {limit:g} is below {minimum:g}, which one microbatch takes on rank {rank}"
+        super().__init__(f"{reason}; raise the limit, or take more ranks")
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class ScheduleProblem:
             UserError: if the number of costs is wrong, a cost is negative or not finite, or no schedule fits the memory
                 limit.
         """
-        each, rest = divmod(len(self.stages), self.ranks)
-        if rest or not each or (self.placement == "vee" and each != 2):
+        rank_stages, rest = divmod(len(self.stages), self.ranks)
+        if rest or not rank_stages or (self.placement == "vee" and rank_stages != 2):
             expected = f"{2 * self.ranks}, two a rank" if self.placement == "vee" else f"a multiple of {self.ranks}"
             raise UserError(f"costs of {len(self.stages)} stages are given for {self.ranks} ranks; give {expected}")
         for number, stage in enumerate(self.stages):
@@ -108,9 +108,9 @@ class ScheduleProblem:
         _require_cost(self.message, "the time of a message", positive=False)
         if len(self.limits) != self.ranks:
             raise UserError(f"{len(self.limits)} memory limits are given for {self.ranks} ranks; give one for each")
-        for rank, (limit, least) in enumerate(zip(self.limits, self.minimum_memory, strict=True)):
-            if math.isnan(limit) or limit < least * (1 - TOLERANCE):
-                raise LimitTooLowError(rank, limit, least)
+        for rank, (limit, minimum) in enumerate(zip(self.limits, self.minimum_memory, strict=True)):
+            if math.isnan(limit) or limit < minimum * (1 - TOLERANCE):
+                raise LimitTooLowError(rank, limit, minimum)
 
     @cached_property
     def ranks_of_stages(self) -> tuple[int, ...]:
@@ -166,38 +166,38 @@ class ScheduleProblem:
             mine = self.stages_of(rank)
             work = self.microbatches * sum(self.stages[stage].work for stage in mine)
             bounds.append(work + (heads[mine[0]] if self.objective == "step" else 0.0))
-        known = max(bounds)
+        bound = max(bounds)
         for rank, limit in enumerate(self.limits):
             if limit < math.inf:
-                known = max(known, self._time_in_memory(rank, known))
-        return known
+                bound = max(bound, self._time_in_memory(rank, bound))
+        return bound
 
-    def _time_in_memory(self, rank: int, known: float) -> float:
+    def _time_in_memory(self, rank: int, bound: float) -> float:
         """Return a lower bound of the time of a rank that follows from its memory limit.
 
         The bound compares products of memory and time. The sum over all microbatches of each activation times the time
-        for which it must be held (`held`) cannot exceed the limit times the time of the step. Moreover, a part of the
+        for which it must be held (`used`) cannot exceed the limit times the time of the step. Moreover, a part of the
         limit times the time cannot be used. No memory is held before the rank's first forward pass (`head`). While the
         input halves of earlier stages end the step (`tail`), only weight halves hold memory. Memory fills no faster
         than forward passes run, and empties no faster than backward passes run (`unused`). Therefore
 
-            held + unused <= limit * (step - head - tail) + the part of weight halves in the tail
+            used + unused <= limit * (step - head - tail) + the part of weight halves in the tail
 
         For the objective span, the step is the longest span of a rank, and there is neither head nor tail.
 
         Args:
             rank: number of the rank.
-            known: another lower bound of the time.
+            bound: another lower bound of the time.
         """
         stages = [self.stages[stage] for stage in self.stages_of(rank)]
         first = self.stages_of(rank)[0]
         holds = [self._holding_times[stage] for stage in self.stages_of(rank)]
         limit = min(self.limits[rank], self.microbatches * sum(max(s.activation, s.kept_memory) for s in stages))
         in_weights = self.microbatches * sum(s.kept_memory * s.weight for s in stages)
-        held = in_weights + self.microbatches * sum(
+        used = in_weights + self.microbatches * sum(
             s.activation * (hold - s.weight) for s, hold in zip(stages, holds, strict=True)
         )
-        if not held:
+        if not used:
             return 0.0
         head = tail = 0.0
         if self.objective == "step":
@@ -212,9 +212,9 @@ class ScheduleProblem:
         filling = max(0.0, limit - largest) / fill_rate
         emptying = max(0.0, limit - largest) / empty_rate
         unused = 0.0
-        if known >= head + filling + max(tail, emptying):  # otherwise the two would overlap
+        if bound >= head + filling + max(tail, emptying):  # otherwise the two would overlap
             unused = fill_rate * filling**2 / 2 + (empty_rate * max(0.0, emptying - tail) ** 2 / 2 if emptying else 0.0)
-        return head + tail + (held + unused - min(in_weights, limit * tail)) / limit
+        return head + tail + (used + unused - min(in_weights, limit * tail)) / limit
 
     @cached_property
     def _heads(self) -> list[float]:
@@ -230,8 +230,8 @@ class ScheduleProblem:
         for number in reversed(range(len(self.stages))):
             stage = self.stages[number]
             if number < len(self.stages) - 1:
-                after = self.stages[number + 1]
-                later += after.forward + after.input + 2 * self._message_after(number)
+                next_stage = self.stages[number + 1]
+                later += next_stage.forward + next_stage.input + 2 * self._message_after(number)
             times.append(stage.forward + later + stage.input + stage.weight)
         return times[::-1]
 
@@ -256,8 +256,8 @@ def equal_stages(
         forward, input, weight: sums of the times of one microbatch's passes on all stages of a rank.
         stages_per_rank: number of stages of each rank.
     """
-    each = StageCosts(*(value / stages_per_rank for value in (forward, input, weight, 1.0)))
-    return (each,) * (ranks * stages_per_rank)
+    stage = StageCosts(*(value / stages_per_rank for value in (forward, input, weight, 1.0)))
+    return (stage,) * (ranks * stages_per_rank)
 
 
 def _ratio(amount: float, time: float) -> float:

@@ -74,7 +74,7 @@ class FoundSchedule:
     @property
     def best_published(self) -> Published | None:
         """The fastest published schedule within the memory limit (None: there is none)."""
-        return next((each for each in self.published if each.fits), None)
+        return next((schedule for schedule in self.published if schedule.fits), None)
 
     @property
     def gap(self) -> float:
@@ -90,7 +90,7 @@ class FoundSchedule:
     def bubble(self) -> float:
         """Share of the schedule's time in which the rank with the most work does not compute."""
         passes = self.timing.passes
-        work = max(sum(passes.duration[each] for each in order) for order in self.timing.orders)
+        work = max(sum(passes.duration[number] for number in order) for order in self.timing.orders)
         return max(0.0, 1 - work / self.timing.time)
 
 
@@ -163,10 +163,10 @@ def search_schedule(
     def stop(reached: float) -> bool:
         nonlocal proposals
         note(reached)
-        done = min(reached, best[0]) <= problem.lower_bound * (1 + TOLERANCE)
+        optimal = min(reached, best[0]) <= problem.lower_bound * (1 + TOLERANCE)
         spent = proposals >= evaluations if evaluations is not None else time.monotonic() - began >= seconds
         proposals += 1
-        return done or spent or interrupted
+        return optimal or spent or interrupted
 
     timing, source = best[3], best[1]
     starts = _starts(passes, candidates)
@@ -176,9 +176,9 @@ def search_schedule(
         if improved.time < timing.time * (1 - TOLERANCE):
             timing, source = improved, starts[0][0]
     timing = with_less_memory(timing)
-    published.sort(key=lambda each: (each.time, each.name))
-    tried = proposals + len(published) + GREEDY
-    return FoundSchedule(problem, timing, published, problem.lower_bound, source, tried, history)
+    published.sort(key=lambda schedule: (schedule.time, schedule.name))
+    count = proposals + len(published) + GREEDY
+    return FoundSchedule(problem, timing, published, problem.lower_bound, source, count, history)
 
 
 def published_steps(problem: ScheduleProblem) -> dict[str, Steps]:

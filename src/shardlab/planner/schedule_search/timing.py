@@ -49,11 +49,11 @@ class Passes:
         self.duration = [time for kind in times for time in kind for _ in range(m)]
         self.memory = [change for kind in changes for change in kind for _ in range(m)]
         self.rank = [place for _ in range(3) for place in problem.ranks_of_stages for _ in range(m)]
-        self.needs: list[tuple[tuple[int, float], ...]] = [self._needs_of(each) for each in range(self.count)]
+        self.needs: list[tuple[tuple[int, float], ...]] = [self._needs_of(number) for number in range(self.count)]
         self.readers: list[list[tuple[int, float]]] = [[] for _ in range(self.count)]
-        for each, needs in enumerate(self.needs):
+        for number, needs in enumerate(self.needs):
             for need, lag in needs:
-                self.readers[need].append((each, lag))
+                self.readers[need].append((number, lag))
 
     def number(self, kind: int, stage: int, microbatch: int) -> int:
         """Return the number of a pass."""
@@ -93,8 +93,8 @@ class Passes:
     def peak_memory(self, order: Iterable[int]) -> float:
         """Return the peak memory of a rank that runs its passes in this order."""
         memory, used, peak = self.memory, 0.0, 0.0
-        for each in order:
-            used += memory[each]
+        for number in order:
+            used += memory[number]
             if used > peak:
                 peak = used
         return peak
@@ -135,12 +135,12 @@ class Timing:
         passes, end = self.passes, self.end
         latest = [inf] * passes.count
         following = {first: second for order in self.orders for first, second in pairwise(order)}
-        place = {each: number for order in self.orders for number, each in enumerate(order)}
-        for each in sorted(range(passes.count), key=lambda each: (end[each], place[each]), reverse=True):
-            last = latest[following[each]] if each in following else end[each]
-            for reader, lag in passes.readers[each]:
+        place = {number: index for order in self.orders for index, number in enumerate(order)}
+        for number in sorted(range(passes.count), key=lambda number: (end[number], place[number]), reverse=True):
+            last = latest[following[number]] if number in following else end[number]
+            for reader, lag in passes.readers[number]:
                 last = min(last, latest[reader] - lag)
-            latest[each] = last - passes.duration[each]
+            latest[number] = last - passes.duration[number]
         return latest
 
     def _starts(self, order: list[int]) -> Iterator[float]:
@@ -149,9 +149,9 @@ class Timing:
         They follow from the ends of needed passes. `end - duration` could be before these, because of rounding.
         """
         free = 0.0
-        for each in order:
-            yield max(free, *(self.end[need] + lag for need, lag in self.passes.needs[each]), 0.0)
-            free = self.end[each]
+        for number in order:
+            yield max(free, *(self.end[need] + lag for need, lag in self.passes.needs[number]), 0.0)
+            free = self.end[number]
 
     def idle_by_cause(self) -> dict[str, float]:
         """Return the shares of the step in which ranks do not compute, by cause, as means over the ranks.
@@ -166,16 +166,16 @@ class Timing:
         )
         for order in self.orders:
             free = None
-            for each in order:
-                start = self.end[each] - passes.duration[each]
+            for number in order:
+                start = self.end[number] - passes.duration[number]
                 if free is None:
                     idle["before the first pass"] += start
                 elif start > free:
-                    ready = max((self.end[need] for need, lag in passes.needs[each] if lag), default=start)
+                    ready = max((self.end[need] for need, lag in passes.needs[number] if lag), default=start)
                     moving = min(start - free, max(0.0, start - ready))
                     idle["waiting for messages"] += moving
                     idle["waiting for passes"] += start - free - moving
-                free = self.end[each]
+                free = self.end[number]
             idle["after the last pass"] += length - (free or 0.0)
         return {cause: time / (length * len(self.orders)) for cause, time in idle.items()}
 
@@ -191,14 +191,14 @@ class Timing:
         steps: list[list[ShardedStep]] = [[] for _ in self.orders]
         # Starts and ends of passes. Ends come before starts at the same time, and starts follow the rank's order.
         begins = (
-            (start, True, place, each)
+            (start, True, place, number)
             for order in self.orders
-            for place, (each, start) in enumerate(zip(order, self._starts(order), strict=True))
+            for place, (number, start) in enumerate(zip(order, self._starts(order), strict=True))
         )
-        ends = ((self.end[each], False, 0, each) for each in range(passes.number(WEIGHT, 0, 0)))
-        for _, is_start, _, each in sorted([*begins, *ends]):
-            rank = passes.rank[each]
-            kind, stage, microbatch = passes.parts(each)
+        ends = ((self.end[number], False, 0, number) for number in range(passes.number(WEIGHT, 0, 0)))
+        for _, is_start, _, number in sorted([*begins, *ends]):
+            rank = passes.rank[number]
+            kind, stage, microbatch = passes.parts(number)
             reader = stage + (1 if kind == FORWARD else -1)
             if is_start:
                 action = kinds[kind]
@@ -230,29 +230,29 @@ def timing_of(passes: Passes, orders: Orders, whole: Collection[int] = frozenset
     end = [-1.0] * passes.count
     at = [0] * len(orders)
     free = [0.0] * len(orders)
-    left = passes.count
-    while left:
-        before = left
+    remaining = passes.count
+    while remaining:
+        previous = remaining
         for rank, order in enumerate(orders):
             place, time, length = at[rank], free[rank], len(order)
             while place < length:
-                each = order[place]
+                number = order[place]
                 start = time
-                for need, lag in needs[each]:
+                for need, lag in needs[number]:
                     ready = end[need]
                     if ready < 0:
                         break
-                    ready += lag + (duration[need + weight] if need in whole and need + weight != each else 0.0)
+                    ready += lag + (duration[need + weight] if need in whole and need + weight != number else 0.0)
                     if ready > start:
                         start = ready
                 else:
-                    time = start + duration[each]
-                    end[each] = time
+                    time = start + duration[number]
+                    end[number] = time
                     place += 1
                     continue
                 break
-            left -= place - at[rank]
+            remaining -= place - at[rank]
             at[rank], free[rank] = place, time
-        if left == before:
+        if remaining == previous:
             return None
     return Timing(passes, orders, end)
