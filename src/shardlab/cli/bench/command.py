@@ -123,8 +123,8 @@ class Measuring:
         if tells and points:
             self._report(points, failure, show, draw)
         if failure:
-            kept = "; the above was measured before" if points and not self.json else ""
-            print(f"shardlab: {failure}{kept}", file=sys.stderr)
+            note = "; the above was measured before" if points and not self.json else ""
+            print(f"shardlab: {failure}{note}", file=sys.stderr)
         return status
 
     def _report(
@@ -136,15 +136,15 @@ class Measuring:
     ) -> None:
         from shardlab.measure.profile import as_json, save
 
-        where = save(points, self.profile) if self.save else None
+        profile = save(points, self.profile) if self.save else None
         if self.plot is not None:
             with writing("--plot", self.plot):
                 draw(points, self.plot)
-        report = Report(**as_json(points), profile=None if where is None else str(where), failure=failure or None)
+        report = Report(**as_json(points), profile=None if profile is None else str(profile), failure=failure or None)
         show(report, points, self.verbose)
-        for what, path in (("profile", where), ("drawn in", self.plot)):
+        for label, path in (("profile", profile), ("drawn in", self.plot)):
             if path is not None:
-                report.draw(partial(print_path, label=what, path=path))
+                report.draw(partial(print_path, label=label, path=path))
         report.show(json=self.json)
 
 

@@ -34,26 +34,28 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
     if row.why_not:
         return row
     try:
-        passed, cluster = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, least=GAIN, lenient=True)
-        row = replace(row, passed=passed, device=cluster.device.name)
+        results, cluster = run_passes_here(
+            load(pair.name), pair.job(size, ranks), pair.passes, least=GAIN, lenient=True
+        )
+        row = replace(row, pass_results=results, device=cluster.device.name)
         variants = [helpful_names(row.helped[: count + 1]) for count in range(len(row.helped))]
         if len(variants) == 1:
             return row
-        timed = run_ranks(ranks, time_passes_rank, pair, size, variants, turns)
+        timing = run_ranks(ranks, time_passes_rank, pair, size, variants, turns)
     except (RankFailed, Refused, UserError) as error:
         return replace(row, why_not=str(error), failed=True)
-    if not timed.agrees:
-        differ = f"losses differ by {timed.loss_error:.1e} (relative), so times do not count"
+    if not timing.agrees:
+        differ = f"losses differ by {timing.loss_error:.1e} (relative), so times do not count"
         return replace(row, why_not=differ, failed=True)
-    return replace(row, timed=timed)
+    return replace(row, timing=timing)
 
 
 def settle_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
     """Return a pair with the passes that help by this machine's prices, and with their settings fixed."""
     if pair.passes == "none":
         return pair
-    passed, _ = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
-    return replace(pair, passes=helpful_names(passed))
+    results, _ = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
+    return replace(pair, passes=helpful_names(results))
 
 
 def add_passes(report: Report, rows: Sequence[PassesRow], ranks: int) -> None:
@@ -70,8 +72,8 @@ def add_passes(report: Report, rows: Sequence[PassesRow], ranks: int) -> None:
         for row in mine:
             if row.why_not:
                 report.fact(row.pair.name, f"not timed: {row.why_not.splitlines()[-1]}", style="yellow")
-            elif left := _left(row):
-                report.fact(row.pair.name, left)
+            elif idle := _idle_passes_text(row):
+                report.fact(row.pair.name, idle)
         report.line()
     assumed = any(row.device == DEVICE for row in rows)
     prices = "of unmeasured cores (shardlab bench measures them)" if assumed else "that shardlab bench measured"
@@ -88,30 +90,30 @@ class PassesRow:
 
     Attributes:
         pair, size: pair of strategies, and size of the model. Only Shardlab's strategy of the pair is timed.
-        passed: the program as written, and after each pass.
+        pass_results: the program as written, and after each pass.
         device: device whose prices chose the passes and predicted their gains.
-        timed: measurements of the program as written and after each useful pass (None: nothing was measured).
+        timing: measurements of the program as written and after each useful pass (None: nothing was measured).
         why_not: reason if nothing was measured.
         failed: whether the measurement failed.
     """
 
     pair: StrategyPair
     size: Size
-    passed: Sequence[PassResult] = ()
+    pass_results: Sequence[PassResult] = ()
     device: str = ""
-    timed: PassTurns | None = None
+    timing: PassTurns | None = None
     why_not: str = ""
     failed: bool = False
 
     @property
     def helped(self) -> list[PassResult]:
         """Program as written, and after each pass that improved it."""
-        return [each for each in self.passed if each.setting or not each.name]
+        return [result for result in self.pass_results if result.setting or not result.name]
 
     @property
     def predicted(self) -> list[float]:
         """Predicted gain of each useful pass, as a share of the step before it."""
-        return [1 - after.end / before.end for before, after in pairwise(self.helped)]
+        return [1 - result.end / previous.end for previous, result in pairwise(self.helped)]
 
     @property
     def together(self) -> float:
@@ -120,7 +122,7 @@ class PassesRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row for --json. Gains are shares of the step before the pass."""
-        measured = self.timed.gains if self.timed else [None] * len(self.predicted)
+        measured = self.timing.gains if self.timing else [None] * len(self.predicted)
         return {
             "strategy": self.pair.name,
             "size": self.size.name,
@@ -128,33 +130,37 @@ class PassesRow:
             "why_not": self.why_not or None,
             "passes": [
                 {
-                    "pass": helpful_names([each]),
+                    "pass": helpful_names([result]),
                     "predicted_gain": predicted,
                     "measured_gain": spread and spread._asdict(),
                 }
-                for each, predicted, spread in zip(self.helped[1:], self.predicted, measured, strict=True)
+                for result, predicted, spread in zip(self.helped[1:], self.predicted, measured, strict=True)
             ],
-            "nothing": {each.name: each.why_not for each in self.passed if each.why_not},
-            **({"loss_error": self.timed.loss_error} if self.timed else {}),
-            **({"turns": [side.seconds for side in self.timed.sides]} if self.timed else {}),
+            "nothing": {result.name: result.why_not for result in self.pass_results if result.why_not},
+            **({"loss_error": self.timing.loss_error} if self.timing else {}),
+            **({"turns": [side.seconds for side in self.timing.sides]} if self.timing else {}),
         }
 
 
-def _left(row: PassesRow) -> str:
+def _idle_passes_text(row: PassesRow) -> str:
     """Return the passes that changed nothing. If the user named a pass, the reason is added."""
-    named = {each.name for each in named_passes(row.pair.passes) if each.by_name}
-    left = [f"{each.name} ({each.why_not})" if each.name in named else each.name for each in row.passed if each.why_not]
-    return f"nothing to do, or to gain: {', '.join(left)}" if left else ""
+    requested = {request.name for request in named_passes(row.pair.passes) if request.by_name}
+    idle = [
+        f"{result.name} ({result.why_not})" if result.name in requested else result.name
+        for result in row.pass_results
+        if result.why_not
+    ]
+    return f"nothing to do, or to gain: {', '.join(idle)}" if idle else ""
 
 
 def _cells(row: PassesRow) -> Iterator[tuple[str | Text, ...]]:
     if not row.predicted:
         yield Text("none", "dim"), "", "", ""
-    measured = row.timed.gains if row.timed else [None] * len(row.predicted)
-    for each, predicted, spread in zip(row.helped[1:], row.predicted, measured, strict=True):
-        yield helpful_names([each]), *_gains(predicted, spread)
+    measured = row.timing.gains if row.timing else [None] * len(row.predicted)
+    for result, predicted, spread in zip(row.helped[1:], row.predicted, measured, strict=True):
+        yield helpful_names([result]), *_gains(predicted, spread)
     if len(row.predicted) > 1:
-        yield TOGETHER, *_gains(row.together, row.timed and row.timed.gain)
+        yield TOGETHER, *_gains(row.together, row.timing and row.timing.gain)
 
 
 def _gains(predicted: float, measured: Spread | None) -> tuple[str, str, str]:

@@ -44,11 +44,11 @@ def add_collectives(report: Report, points: Sequence[Point], verbose: bool = Fal
         verbose: whether to add every size first.
     """
     measured = [point for point in points if isinstance(point, CollectivePoint)]
-    beside = [point for point in points if isinstance(point, OverlapPoint)]
+    overlap_points = [point for point in points if isinstance(point, OverlapPoint)]
     fits = fit_lines(points)
     if verbose:
         add_sizes(report, measured)
-        add_overlap(report, beside)
+        add_overlap(report, overlap_points)
     sizes = sorted({point.bytes for point in measured if point.bytes} or {0})
     ends = list(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
     for ranks in sorted({point.ranks for point in measured}):
@@ -56,7 +56,7 @@ def add_collectives(report: Report, points: Sequence[Point], verbose: bool = Fal
         table = table_of(f"{ranks} ranks", *times, "bus GB/s", "latency us", "GB/s", "error", "hidden", gap=1)
         for kind in dict.fromkeys(point.kind for point in measured if point.ranks == ranks):
             mine = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
-            hidden = [point.overlap for point in beside if (point.kind, point.ranks) == (kind, ranks)]
+            hidden = [point.overlap for point in overlap_points if (point.kind, point.ranks) == (kind, ranks)]
             overlap = hidden_text(median(hidden)) if hidden else "-"
             table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), overlap)
         report.line(table)
@@ -64,7 +64,7 @@ def add_collectives(report: Report, points: Sequence[Point], verbose: bool = Fal
     report.fact("us, bus GB/s", f"called repeatedly, alone; bandwidth at {ends[-1]}, computed as in nccl-tests")
     report.fact("latency, GB/s", "of the line fitted to the time that it adds to a step; saved in the profile")
     report.fact("error", "median deviation of the sizes from that line")
-    if beside:
+    if overlap_points:
         text = "share of the shorter one, if it runs beside compute (median over sizes); none: both get slower"
         report.fact("hidden", text)
     wrong = [point for point in measured if point.wrong]
@@ -101,10 +101,10 @@ def add_compute(report: Report, points: Sequence[Point], verbose: bool = False) 
         text = f"median error {errors.median:.0%}, largest {errors.worst:.0%}, of {errors.points} timings"
         report.fact("fit", f"{layers[0].processes} at once: {text}")
     counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
-    over = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
-    if over:
+    too_fast = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
+    if too_fast:
         text = "faster than the peak, because the machine was busy when the peak was measured; measure again"
-        report.fact("doubtful", f"{len(over)} timings are {text}", style="yellow")
+        report.fact("doubtful", f"{len(too_fast)} timings are {text}", style="yellow")
 
 
 def add_rows(report: Report, rows: Sequence[PairRow], ranks: int) -> None:
@@ -133,10 +133,10 @@ def add_rows(report: Report, rows: Sequence[PairRow], ranks: int) -> None:
 def add_sizes(report: Report, measured: Sequence[CollectivePoint]) -> None:
     """Add every collective at every size, as measured by repeated calls."""
     table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", gap=1)
-    for point, before in zip(measured, [None, *measured], strict=False):
-        if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
+    for point, previous in zip(measured, [None, *measured], strict=False):
+        if previous is not None and (previous.kind, previous.ranks) != (point.kind, point.ranks):
             table.add_row()
-        bandwidths = (f"{each / GIGA:.3f}" for each in (point.algorithm_bandwidth, point.bus_bandwidth))
+        bandwidths = (f"{bandwidth / GIGA:.3f}" for bandwidth in (point.algorithm_bandwidth, point.bus_bandwidth))
         table.add_row(
             point.kind,
             str(point.ranks),
@@ -155,7 +155,7 @@ def add_overlap(report: Report, points: Sequence[OverlapPoint]) -> None:
         return
     table = table_of("in a step", "ranks", "size", "compute us", "adds us", "both us", "hidden", gap=1)
     for point in points:
-        times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
+        times = (f"{seconds / MICRO:,.0f}" for seconds in (point.compute, point.communication, point.together))
         size = size_text(point.bytes) if point.bytes else "-"
         table.add_row(point.kind, str(point.ranks), size, *times, hidden_text(point.overlap))
     report.line(table)
@@ -183,21 +183,21 @@ def add_layers(report: Report, layers: Sequence[LayerPoint], peaks: dict[tuple[s
         key = (point.layer, point.width, point.rows, point.tokens, point.dtype)
         rows.setdefault(key, {}).setdefault("forward" if point.op == "loss" else point.op, point)
     sizes = len({key[1:] for key in rows})
-    before = ""
+    previous_layer = ""
     for (layer, width, sequences, tokens, dtype), ops in sorted(rows.items(), key=lambda row: row[0]):
         if not ops.keys() & set(PASSES):  # drawing a batch or adding a gradient, which only the fit uses
             continue
-        if before and layer != before and sizes > 1:
+        if previous_layer and layer != previous_layer and sizes > 1:
             table.add_row()
-        before = layer
+        previous_layer = layer
         cells: list[str] = []
         for op in PASSES:
             point = ops.get(op)
             cells.append(f"{point.seconds / MICRO:,.0f}" if point else "-")
             if op in ("forward", "backward"):
                 peak = peaks.get((dtype, layers[0].processes))
-                known = point is not None and peak is not None and point.flops
-                cells.append(f"{point.flops / point.seconds / peak.flops:.0%}" if known else "-")  # pyright: ignore
+                has_share = point is not None and peak is not None and point.flops
+                cells.append(f"{point.flops / point.seconds / peak.flops:.0%}" if has_share else "-")  # pyright: ignore
         table.add_row(layer, str(width), f"{sequences} x {tokens}", *cells)
     report.line(table)
     report.line()
@@ -208,14 +208,14 @@ def add_rates(report: Report, layers: Sequence[LayerPoint]) -> None:
     rates = fit_kernels(layers)
     table = table_of(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", words=2, gap=1)
     for (family, dtype), rate in sorted(rates.items()):
-        numbers = (f"{each / GIGA:,.1f}" if each else "-" for each in (rate.flops, rate.bytes))
+        numbers = (f"{number / GIGA:,.1f}" if number else "-" for number in (rate.flops, rate.bytes))
         table.add_row(family, dtype, f"{rate.launch / MICRO:,.1f}" if rate.launch else "-", *numbers)
     report.line()
     report.line(table)
     report.line()
     errors = table_of("errors of that fit", "points", "median", "worst", gap=1)
-    for (layer, op), found in sorted(errors_by_layer(layers, rates).items()):
-        errors.add_row(f"{layer}, {op.replace('_', ' ')}", *_errors(found))
+    for (layer, op), layer_errors in sorted(errors_by_layer(layers, rates).items()):
+        errors.add_row(f"{layer}, {op.replace('_', ' ')}", *_errors(layer_errors))
     errors.add_row()
     errors.add_row("all", *_errors(rate_errors(layers, rates)))
     report.line(errors)
@@ -259,16 +259,16 @@ def _peak_of(point: LayerPoint, peaks: dict[tuple[str, int], PeakPoint]) -> floa
 def _add_ratios(report: Report, rows: Sequence[PairRow]) -> None:
     table = table_of("ours", "PyTorch's", "layers", "time", "middle half", "memory", words=2)
     for row in rows:
-        if (found := row.compared) is None:
+        if (comparison := row.compared) is None:
             continue
-        ratio = found.ratio
+        ratio = comparison.ratio
         table.add_row(
             row.pair.name,
             row.pair.theirs,
             str(row.size.model.layers),
             f"[bold]{ratio.median:.2f}[/]",
             f"{ratio.low:.2f}-{ratio.high:.2f}",
-            f"{found.memory:.2f}",
+            f"{comparison.memory:.2f}",
         )
     report.line(table)
     report.line()
@@ -286,11 +286,11 @@ def _add_passes(report: Report, rows: Sequence[PairRow]) -> None:
 def _add_parts(report: Report, rows: Sequence[PairRow]) -> None:
     table = table_of("step of", "", "ms", "compute", "overhead", "waiting", "over plain", words=2)
     for row in rows:
-        if (found := row.compared) is None:
+        if (comparison := row.compared) is None:
             continue
-        for name, whose, side in ((row.pair.name, "ours", found.ours), ("", "PyTorch's", found.theirs)):
-            cells = (median(side.seconds), *side.parts(found.plain))
-            over = ratios(side, found.plain).median
-            table.add_row(name, whose, *(f"{each / MILLI:,.1f}" for each in cells), f"{over:.2f}")
+        for name, owner, side in ((row.pair.name, "ours", comparison.ours), ("", "PyTorch's", comparison.theirs)):
+            cells = (median(side.seconds), *side.parts(comparison.plain))
+            plain_ratio = ratios(side, comparison.plain).median
+            table.add_row(name, owner, *(f"{time / MILLI:,.1f}" for time in cells), f"{plain_ratio:.2f}")
     report.line(table)
     report.line()

@@ -258,7 +258,9 @@ class PlanCommand:
             UserError: with these options.
         """
         graded = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch if self.recipe else (), json=self.json)
-        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("layout", "sizes")}
+        options = {
+            option.name: getattr(self, option.name) for option in fields(self) if option.name not in ("layout", "sizes")
+        }
         changed = {name: value for name, value in options.items() if value != getattr(graded, name)}
         if wrong := " ".join(filter(None, (as_flags(changed | self.layout.flag_values()), *self.sizes.words()))):
             raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
@@ -281,8 +283,8 @@ class PlanCommand:
         from shardlab.planner.problem import Limits
 
         names = [name.removeprefix("max_") for name in vars(self) if name.startswith("max_")]
-        most = {name: size for name in names if (size := getattr(self, f"max_{name}")) is not None}
-        return Limits(self.layout.values(), most, self.micro_batch_size)
+        max_sizes = {name: size for name in names if (size := getattr(self, f"max_{name}")) is not None}
+        return Limits(self.layout.values(), max_sizes, self.micro_batch_size)
 
     def commands_for(self, choice: PlanChoice) -> dict[str, str]:
         """Return the commands that simulate and train the chosen plan.
@@ -306,18 +308,18 @@ class PlanCommand:
         """Return the job file of a chosen plan. It begins with comments: the commands that run the plan."""
         problem, candidate, request = choice.problem, choice.best.candidate, StepRequest.of(self)
         batch = f"{counted(problem.sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
-        what = f"for {request.model} on {problem.cluster}: {batch}, in {candidate.precision.name}"
+        description = f"for {request.model} on {problem.cluster}: {batch}, in {candidate.precision.name}"
         commands = self.commands_for(choice).values()
-        lines = [f"# written by shardlab plan: {what}", *(f"# {command}" for command in commands)]
+        lines = [f"# written by shardlab plan: {description}", *(f"# {command}" for command in commands)]
         size = problem.sequences, candidate.micro_batch_size
         return "\n".join([*lines, as_toml(request.as_tables(candidate.plan, candidate.precision.name, *size))])
 
     def _problem_words(self) -> str:
         """Return the options for the model, the cluster and the recipe, for another command line."""
-        same = ("config", "model", "layers", "sequence", "cluster", "memory", "recipe")
+        options = ("config", "model", "layers", "sequence", "cluster", "memory", "recipe")
         other = ["--other-machine"] if self.other_machine else []
         switches = ["--switch", *self.switch] if self.switch else []
-        words = self._words_of({name: getattr(self, name) for name in same})
+        words = self._words_of({name: getattr(self, name) for name in options})
         return shlex.join([*words, *self.sizes.words(), *switches, *other])
 
     def _words_of(self, flags: Mapping[str, object]) -> list[str]:
@@ -334,10 +336,10 @@ class PlanCommand:
 
     def _next_command(self, problem: Problem) -> str:
         """Return the command that reads the results of the suggested experiments, without their paths."""
-        precisions = ",".join(each.name for each in problem.precisions)
-        same = f"{self._problem_words()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
-        before = shlex.join(map(str, self.measured))
-        return " ".join(["shardlab plan", *same.split(), "--measured", *([before] if before else [])])
+        precisions = ",".join(precision.name for precision in problem.precisions)
+        flags = f"{self._problem_words()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
+        paths = shlex.join(map(str, self.measured))
+        return " ".join(["shardlab plan", *flags.split(), "--measured", *([paths] if paths else [])])
 
 
 class SearchLine:
@@ -365,10 +367,10 @@ class SearchLine:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def _tell(self, results: Results, waiting: int) -> None:
+    def _tell(self, results: Results, queue_length: int) -> None:
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + REFRESHED
         best = f"; best so far {seconds_text(results.best.seconds)} a step" if results.best else ""
-        text = f"{counted(len(results.outcomes), 'plan')} simulated, {waiting:,} wait{best}"
+        text = f"{counted(len(results.outcomes), 'plan')} simulated, {queue_length:,} wait{best}"
         self._progress.update(self._task, description=text, refresh=True)

@@ -60,28 +60,28 @@ def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
     rows, stderr = read_rows(runs), Console(stderr=True)
     predictions = on_every_core(predict_plan, rows, recipe)
     quiet = not stderr.is_terminal
-    seen = list(track(predictions, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
-    cells = group_cells(seen)
+    plans = list(track(predictions, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
+    cells = group_cells(plans)
     if not cells:
         raise UserError(f"{runs}: none of its {len(rows)} runs has a measured step time, so there is nothing to grade")
-    few = [cell for cell in cells if cell.nodes < MANY_NODES]
-    groups = {f"below {MANY_NODES} nodes": few} if few and len(few) < len(cells) else {}
+    small_cells = [cell for cell in cells if cell.nodes < MANY_NODES]
+    groups = {f"below {MANY_NODES} nodes": small_cells} if small_cells and len(small_cells) < len(cells) else {}
     grades = {name: Grades.of(some) for name, some in {**groups, "all": cells}.items()}
-    _report(cells, grades, seen).show(json=json)
+    _report(cells, grades, plans).show(json=json)
 
 
-def _row(each: TriedPlan) -> dict[str, Any]:
+def _row(plan: TriedPlan) -> dict[str, Any]:
     return {
-        "id": each.id,
-        "predicted_tokens_per_s_per_device": each.predicted,
-        "predicted_gib": each.bytes and each.bytes / GIB,
-        "fits": each.fits,
-        "safe": each.safe,
-        "legal": each.legal,
-        "reason": each.reason or None,
-        "breaks_limit": each.breaks_limit,
-        "assumed": list(each.assumed),
-        "measured_tokens_per_s_per_device": each.measured,
+        "id": plan.id,
+        "predicted_tokens_per_s_per_device": plan.predicted,
+        "predicted_gib": plan.bytes and plan.bytes / GIB,
+        "fits": plan.fits,
+        "safe": plan.safe,
+        "legal": plan.legal,
+        "reason": plan.reason or None,
+        "breaks_limit": plan.breaks_limit,
+        "assumed": list(plan.assumed),
+        "measured_tokens_per_s_per_device": plan.measured,
     }
 
 
@@ -100,14 +100,14 @@ def _cell(cell: GradedCell) -> dict[str, Any]:
     }
 
 
-def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequence[TriedPlan]) -> Report:
+def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], plans: Sequence[TriedPlan]) -> Report:
     report = Report()
-    report.data["rows"] = [*map(_row, seen)]
+    report.data["rows"] = [*map(_row, plans)]
     columns: dict[str, Callable[[Any], str]] = {
         "model": lambda cell: cell.model,
         "devices": lambda cell: str(cell.devices),
         "tried": lambda cell: str(len(cell.candidates)),
-        "ran": lambda cell: str(sum(each.measured is not None for each in cell.candidates)),
+        "ran": lambda cell: str(sum(plan.measured is not None for plan in cell.candidates)),
         "regret": lambda cell: f"{cell.regret:.1%}",
         f"of {FIRST}": lambda cell: f"{cell.regret_of_first:.1%}",
         "correlation": lambda cell: "" if cell.rank_correlation is None else f"{cell.rank_correlation:.2f}",
@@ -115,20 +115,20 @@ def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequen
     }
     report.table(columns, cells, "cells", folded=7, fields=_cell)
     report.line()
-    report.data["figures"] = {name: asdict(each) for name, each in grades.items()}
+    report.data["figures"] = {name: asdict(grade) for name, grade in grades.items()}
     texts = [(name, *map(text, grades.values())) for name, text in FIGURES.items()]
     report.table({name: itemgetter(at) for at, name in enumerate(["", *grades])}, texts)
     report.line()
     report.line(NOTE, "dim")
-    refused = [each for each in seen if not each.legal]
-    limited, wrong = ([each for each in refused if each.breaks_limit is limit] for limit in (True, False))
-    for what, some in (("break a limit of their framework", limited), ("are no valid plans", wrong)):
+    refused = [plan for plan in plans if not plan.legal]
+    limited, wrong = ([plan for plan in refused if plan.breaks_limit is limit] for limit in (True, False))
+    for verdict, some in (("break a limit of their framework", limited), ("are no valid plans", wrong)):
         if some:
-            report.line(f"{len(some)} of {len(seen)} runs {what}, such as:", "dim")
+            report.line(f"{len(some)} of {len(plans)} runs {verdict}, such as:", "dim")
             report.line(Text(f"  {some[0].id}: {some[0].reason}"), "dim", wrap=False)
-    if assumed := group_assumptions((each.id, each.assumed) for each in seen):
-        open = sum(bool(each.assumed) for each in seen)
-        report.line(f"{open} of {len(seen)} runs do not state all details. Assumptions:")
+    if assumed := group_assumptions((plan.id, plan.assumed) for plan in plans):
+        open = sum(bool(plan.assumed) for plan in plans)
+        report.line(f"{open} of {len(plans)} runs do not state all details. Assumptions:")
         add_phrases(report, assumed)
     return report
 

@@ -57,12 +57,12 @@ def commands(experiments: list[Experiment], problem: Problem, words: str) -> lis
     Args:
         words: options of `shardlab train` that give the model.
     """
-    if problem.recipe.name != OWN.name or any(each.instead for each in problem.precisions):
+    if problem.recipe.name != OWN.name or any(precision.instead for precision in problem.precisions):
         return []
-    named = zip((each.outcome.candidate for each in experiments), _new_folders(Path("runs")), strict=False)
+    pairs = zip((experiment.outcome.candidate for experiment in experiments), _new_folders(Path("runs")), strict=False)
     return [
-        (train_command(problem, each, words, run=f"--steps {STEPS} --out {folder}", name=folder.name), folder)
-        for each, folder in named
+        (train_command(problem, candidate, words, run=f"--steps {STEPS} --out {folder}", name=folder.name), folder)
+        for candidate, folder in pairs
     ]
 
 
@@ -73,15 +73,15 @@ def experiments_as_json(
     return [
         {
             "command": run[number][0] if run else None,
-            "why": each.reason,
-            "family": family(each.outcome.candidate.plan),
-            "plan": each.outcome.candidate.plan.as_dict(),
-            "micro_batch_size": each.outcome.candidate.micro_batch_size,
-            "precision": each.outcome.candidate.precision.name,
-            "predicted_seconds": each.outcome.forecast.seconds,
+            "why": experiment.reason,
+            "family": family(experiment.outcome.candidate.plan),
+            "plan": experiment.outcome.candidate.plan.as_dict(),
+            "micro_batch_size": experiment.outcome.candidate.micro_batch_size,
+            "precision": experiment.outcome.candidate.precision.name,
+            "predicted_seconds": experiment.outcome.forecast.seconds,
             "measured_seconds": None,
         }
-        for number, each in enumerate(experiments)
+        for number, experiment in enumerate(experiments)
     ]
 
 
@@ -92,9 +92,9 @@ def add_experiments(
     problem = choice.problem
     report.data["experiments"] = experiments_as_json(experiments, run, problem)
     report.line("\nworth running next", "dim")
-    for number, each in enumerate(experiments):
-        candidate = each.outcome.candidate
-        report.fact(f"  {number + 1}", f"{family(candidate.plan)}, {summary(candidate)}: {each.reason}", indent=4)
+    for number, experiment in enumerate(experiments):
+        candidate = experiment.outcome.candidate
+        report.fact(f"  {number + 1}", f"{family(candidate.plan)}, {summary(candidate)}: {experiment.reason}", indent=4)
         if run:
             report.line(Text(f"    {run[number][0]}"), wrap=False)
         else:
@@ -154,17 +154,17 @@ def add_measured(report: Report, model: ErrorModel, top: int) -> None:
 
 def add_ran_out(report: Report, results: Results) -> None:
     """Add the plans that ran out of memory when they were measured."""
-    for each in (each for each in results.outcomes if each.ran_out):
-        report.fact("does not fit", f"{each.family}, {summary(each.candidate)}: it ran out of memory")
+    for outcome in (outcome for outcome in results.outcomes if outcome.ran_out):
+        report.fact("does not fit", f"{outcome.family}, {summary(outcome.candidate)}: it ran out of memory")
 
 
 def time_error_text(choice: PlanChoice) -> str:
     """Return the expected error of the chosen plan's predicted time as text."""
-    model, known = choice.error_model, choice.confidence[0]
-    now = str(known)
+    model, confidence = choice.error_model, choice.confidence[0]
+    now = str(confidence)
     if model is not None and model.measured:
         steps = counted(len(model.measured), "measured step")
-        now = f"time ± {choice.expected_error:.1%} after {steps}, ± {known.error:.1%} before"
+        now = f"time ± {choice.expected_error:.1%} after {steps}, ± {confidence.error:.1%} before"
     return f"{now}; closer plans count as equal"
 
 
@@ -257,16 +257,16 @@ def _require_same_model(source: str, theirs: Blocks, ours: Blocks, model: str) -
         return
     if type(theirs) is not type(ours):
         raise UserError(f"{source} trained another model than {model}, a {type(theirs).__name__}; leave it out")
-    name = next(each.name for each in fields(ours) if getattr(theirs, each.name) != getattr(ours, each.name))
+    name = next(field.name for field in fields(ours) if getattr(theirs, field.name) != getattr(ours, field.name))
     raise UserError(
         f"{source} trained another model than {model}: its {name} is {getattr(theirs, name)}, not "
         f"{getattr(ours, name)}; leave it out"
     )
 
 
-def _require_equal(source: str, what: str, theirs: object, ours: object, flag: str) -> None:
+def _require_equal(source: str, name: str, theirs: object, ours: object, flag: str) -> None:
     if theirs != ours:
-        raise UserError(f"{source}: {what} {theirs} there, and {ours} here; leave it out, or give {flag}")
+        raise UserError(f"{source}: {name} {theirs} there, and {ours} here; leave it out, or give {flag}")
 
 
 def _read_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
@@ -274,16 +274,16 @@ def _read_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterat
     from shardlab.planner.error_model import MeasuredStep
     from shardlab.planner.problem import Candidate
 
-    written = read_file(path, "JSON")
-    data = cast(dict[str, Any], written) if isinstance(written, dict) else {}
+    content = read_file(path, "JSON")
+    data = cast(dict[str, Any], content) if isinstance(content, dict) else {}
     rows = data.get("experiments")
     if not isinstance(rows, list):
         raise UserError(
             f"{path} holds no results: take what shardlab plan --measure 3 --json prints, and give each of its "
             f"experiments that was run its {SECONDS}"
         )
-    here = {"model": model, "cluster": cluster, "global_batch": problem.sequences, "tokens": problem.tokens}
-    for name, value in here.items():
+    expected = {"model": model, "cluster": cluster, "global_batch": problem.sequences, "tokens": problem.tokens}
+    for name, value in expected.items():
         _require_equal(str(path), name.replace("_", " "), data.get(name), value, "what it was measured with")
     ran = 0
     for number, row in enumerate(cast(list[Any], rows)):

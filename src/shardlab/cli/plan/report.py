@@ -128,7 +128,7 @@ class PlanReport:
                 {**_outcome(problem, outcome), **_shares(answer), "searched": outcome.family in results.searched}
                 for outcome, answer in self.choice.families
             ],
-            "decisions": [{"question": each, "lines": lines} for each, lines in explain_choice(self.choice).items()],
+            "decisions": [{"question": text, "lines": lines} for text, lines in explain_choice(self.choice).items()],
             "runners_up": [_outcome(problem, outcome) for outcome in results.fitting[1 : self.top + 1]],
             "how_sure": sure_as_json(self.choice.confidence, self.choice.may_not_fit),
             "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
@@ -136,12 +136,12 @@ class PlanReport:
             "critical_path": self.choice.path,
             "alternatives": [
                 {
-                    "choice": each.choice,
-                    **_candidate(problem, each.candidate),
-                    **_forecast(problem, each.answer),
-                    "text": alternative_text(each, self.choice.answer, problem),
+                    "choice": alternative.choice,
+                    **_candidate(problem, alternative.candidate),
+                    **_forecast(problem, alternative.answer),
+                    "text": alternative_text(alternative, self.choice.answer, problem),
                 }
-                for each in self.choice.alternatives
+                for alternative in self.choice.alternatives
             ],
             "does_not_fit": [
                 {
@@ -194,13 +194,13 @@ class PlanReport:
         if misses := self.choice.results.misses():
             report.line("\nno plan found that fits", "dim")
         for name, (bytes, _) in misses.items():
-            over = bytes_text(bytes - self.choice.problem.usable_bytes, 1)
-            report.line(Text(f"  {name}: the smallest one takes {over} too many"), wrap=False)
+            excess = bytes_text(bytes - self.choice.problem.usable_bytes, 1)
+            report.line(Text(f"  {name}: the smallest one takes {excess} too many"), wrap=False)
 
     def _add_runners_up(self, report: Report) -> None:
         """Add the fastest plans after the chosen one."""
-        best, shown = self.choice.best.seconds, self.choice.results.fitting[1 : self.top + 1]
-        if not shown:
+        best, runners_up = self.choice.best.seconds, self.choice.results.fitting[1 : self.top + 1]
+        if not runners_up:
             return
 
         def slower(outcome: PlanOutcome) -> str:
@@ -215,7 +215,7 @@ class PlanReport:
             "memory": lambda outcome: bytes_text(outcome.forecast.memory.total, 1),
         }
         report.line()
-        report.table(columns, shown, words=2, wrapped=1)
+        report.table(columns, runners_up, words=2, wrapped=1)
 
     def _add_reasons(self, report: Report) -> None:
         """Add the critical path, the reason for each choice, and the gains of changes to the problem."""
@@ -234,8 +234,8 @@ class PlanReport:
     def _add_end(self, report: Report) -> None:
         """Add the commands that run the plan, the extent of the search, and the file that was written."""
         report.line()
-        for what, command in self.commands.items():
-            report.line(Text.assemble((f"{what} it".ljust(INDENT), "dim"), command), wrap=False)
+        for verb, command in self.commands.items():
+            report.line(Text.assemble((f"{verb} it".ljust(INDENT), "dim"), command), wrap=False)
         report.fact("searched", searched(self.choice))
         if self.choice.missed:
             report.fact("left out", f"as time was up: {self.choice.missed}; give more --seconds")
@@ -247,18 +247,18 @@ def add_schedules(report: Report, plans: Sequence[ScheduledPlan]) -> None:
     """Add the schedules that were found for the best pipeline plans, with their gains."""
     report.data["schedules"] = [
         {
-            "plan": summary(each.candidate),
-            "seconds": each.seconds or None,
-            "published_seconds": each.published_seconds or None,
-            "tensors": each.tensors or None,
-            "placement": each.schedule.problem.placement if each.schedule else None,
-            "lower_bound": each.schedule.lower_bound if each.schedule else None,
-            "gain": each.gain,
-            "reason": each.reason or None,
+            "plan": summary(plan.candidate),
+            "seconds": plan.seconds or None,
+            "published_seconds": plan.published_seconds or None,
+            "tensors": plan.tensors or None,
+            "placement": plan.schedule.problem.placement if plan.schedule else None,
+            "lower_bound": plan.schedule.lower_bound if plan.schedule else None,
+            "gain": plan.gain,
+            "reason": plan.reason or None,
         }
-        for each in plans
+        for plan in plans
     ]
-    texts = [f"{summary(each.candidate)}: {_schedule_text(each)}" for each in plans]
+    texts = [f"{summary(plan.candidate)}: {_schedule_text(plan)}" for plan in plans]
     report.facts("schedule", texts or ["no pipeline plan fits, so no schedule was searched"])
 
 
@@ -277,12 +277,12 @@ def _schedule_text(plan: ScheduledPlan) -> str:
 def searched(choice: PlanChoice) -> str:
     """Return text about the extent of the search, with a lower bound of the step time of all plans."""
     results, problem = choice.results, choice.problem
-    least = problem.workload(choice.best.candidate).mfu(1.0)
-    ended = "" if results.complete else "; the time was up: more --seconds may find a faster one"
+    lower_bound = problem.workload(choice.best.candidate).mfu(1.0)
+    note = "" if results.complete else "; the time was up: more --seconds may find a faster one"
     return (
         f"best of {counted(len(results.outcomes), 'simulated plan')}, after {counted(results.lines, 'estimate')}, in "
-        f"{results.seconds:.1f} s, of which the last {results.unimproved_seconds:.1f} s brought no improvement{ended}; "
-        f"no plan can be faster than {seconds_text(least)}, the model's matrix products at the peak"
+        f"{results.seconds:.1f} s, of which the last {results.unimproved_seconds:.1f} s brought no improvement{note}; "
+        f"no plan can be faster than {seconds_text(lower_bound)}, the model's matrix products at the peak"
     )
 
 
@@ -343,15 +343,15 @@ def memory_bar(choice: PlanChoice) -> str:
 def path_text(path: dict[str, float]) -> str:
     """Return the parts of a critical path with their shares of the step."""
     step = sum(path.values())
-    shown = [f"{name} {seconds / step:.1%}" for name, seconds in path.items() if seconds >= TELLING * step]
+    large_parts = [f"{name} {seconds / step:.1%}" for name, seconds in path.items() if seconds >= TELLING * step]
     rest = 1 - sum(seconds for seconds in path.values() if seconds >= TELLING * step) / step
-    return ", ".join([*shown, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
+    return ", ".join([*large_parts, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
 
 
 def helps_text(choice: PlanChoice) -> str:
     """Return the gains of more memory, faster links and a larger batch as text."""
-    kept = [f"{CHANGE_TEXTS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
-    words = [f"{' and '.join(kept)} tokens/s with this very plan"] if kept else []
+    gains = [f"{CHANGE_TEXTS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
+    words = [f"{' and '.join(gains)} tokens/s with this very plan"] if gains else []
     gain = choice.helps.get("memory")
     anew = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
     words.append(f"{CHANGE_TEXTS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")

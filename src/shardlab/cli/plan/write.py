@@ -47,17 +47,17 @@ def write_files(folder: Path, choice: PlanChoice, model: str) -> Written:
     """
     from shardlab.frameworks.writers.write import write_step
 
-    written = write_step(choice.problem.workload(choice.best.candidate), model)
+    files = write_step(choice.problem.workload(choice.best.candidate), model)
     with writing("--write", folder):
         folder.mkdir(exist_ok=True)
-        for name, text in written.texts.items():
+        for name, text in files.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    return written
+    return files
 
 
-def add_written(report: Report, folder: Path, written: Written) -> None:
+def add_written(report: Report, folder: Path, files: Written) -> None:
     """Add the written files to a report, and the settings that they cannot express."""
-    report.facts("not said", written.unsaid)
-    for name in written.texts:
+    report.facts("not said", files.unsaid)
+    for name in files.texts:
         report.draw(partial(print_path, label="written to", path=folder / name))
-    report.data["written"] = {"files": [str(folder / name) for name in written.texts], "unsaid": written.unsaid}
+    report.data["written"] = {"files": [str(folder / name) for name in files.texts], "unsaid": files.unsaid}
