@@ -35,7 +35,7 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
         return row
     try:
         results, cluster = run_passes_here(
-            load(pair.name), pair.job(size, ranks), pair.passes, least=GAIN, lenient=True
+            load(pair.name), pair.job(size, ranks), pair.passes, least_gain=GAIN, lenient=True
         )
         row = replace(row, pass_results=results, device=cluster.device.name)
         variants = [helpful_names(row.helped[: count + 1]) for count in range(len(row.helped))]

@@ -258,9 +258,7 @@ class PlanCommand:
             UserError: with these options.
         """
         graded = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch if self.recipe else (), json=self.json)
-        options = {
-            option.name: getattr(self, option.name) for option in fields(self) if option.name not in ("layout", "sizes")
-        }
+        options = {flag.name: getattr(self, flag.name) for flag in fields(self) if flag.name not in ("layout", "sizes")}
         changed = {name: value for name, value in options.items() if value != getattr(graded, name)}
         if wrong := " ".join(filter(None, (as_flags(changed | self.layout.flag_values()), *self.sizes.words()))):
             raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")

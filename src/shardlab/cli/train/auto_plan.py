@@ -110,9 +110,9 @@ def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ra
     """
     from shardlab.planner.problem import Limits
 
-    before = [source for source in sources if source.name != "flags"]
-    _, _, plan, _ = plan_settings(before)
-    train, requested = merge_fields(before, "train"), merge_fields(sources, "train")
+    saved_sources = [source for source in sources if source.name != "flags"]
+    _, _, plan, _ = plan_settings(saved_sources)
+    train, requested = merge_fields(saved_sources, "train"), merge_fields(sources, "train")
     cut = {name: train[name] for name in ("microbatches", "micro_batch_size")}
     if plan is None or ranks not in (None, plan.mesh.world) or not Limits(_fixed_fields(layout)).allow(plan):
         return None
@@ -177,17 +177,17 @@ def measure_fastest(
     from shardlab.train.launch.ranks import LazyFunction, run_ranks
 
     jobs: list[Job] = []
-    running: list[PlannedRun] = []
-    for each in planned.runs:
-        entry = settle_passes(each.entry, replace(run, config=each.config).job, timeout=run.config.train.timeout)
-        plan = replace(each.config.plan, strategy=entry.for_job(each.config.plan.ranks), passes=entry.passes)
-        candidate = replace(run, config=replace(each.config, plan=plan))
+    options: list[PlannedRun] = []
+    for option in planned.runs:
+        entry = settle_passes(option.entry, replace(run, config=option.config).job, timeout=run.config.train.timeout)
+        plan = replace(option.config.plan, strategy=entry.for_job(option.config.plan.ranks), passes=entry.passes)
+        candidate = replace(run, config=replace(option.config, plan=plan))
         with suppress(UserError, Refused):
             prove(entry, candidate)
-            running.append(each)
+            options.append(option)
             jobs.append(candidate.job)
     if len(jobs) < 2:
-        return (*running, *planned.runs)[0]
+        return (*options, *planned.runs)[0]
     if tell:
         words = f"{counted(len(jobs), 'plan')} that may be the fastest are measured in turns"
         print(f"shardlab: {words}, for about {planned.seconds:.0f} s", file=sys.stderr)
@@ -199,12 +199,12 @@ def measure_fastest(
     except (RankFailed, UserError) as error:
         if find_launch_environment(os.environ) is not None:  # the others wait for this rank
             raise
-        why = "; ".join(dict.fromkeys((str(error).splitlines()[0], str(error).splitlines()[-1])))
-        print(f"shardlab: plans were not measured ({why}); --plan auto chooses {running[0].name}", file=sys.stderr)
-        return running[0]
-    fastest, _ = min(zip(running, times, strict=True), key=lambda pair: pair[1])
+        reason = "; ".join(dict.fromkeys((str(error).splitlines()[0], str(error).splitlines()[-1])))
+        print(f"shardlab: plans were not measured ({reason}); --plan auto chooses {options[0].name}", file=sys.stderr)
+        return options[0]
+    fastest, _ = min(zip(options, times, strict=True), key=lambda pair: pair[1])
     if tell:
-        texts = "; ".join(f"{each.name}: {seconds_text(time)}" for each, time in zip(running, times, strict=True))
+        texts = "; ".join(f"{option.name}: {seconds_text(time)}" for option, time in zip(options, times, strict=True))
         print(f"shardlab: measured a step: {texts}; --plan auto chooses {fastest.name}", file=sys.stderr)
     return fastest
 
@@ -262,7 +262,7 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
         name = f"{family(candidate.plan)}, {summary(candidate)}"
         return {"words": name, "plan": candidate.plan.as_dict(), "train": cut}
 
-    plans = [as_dict(each.candidate) for each in outcomes]
+    plans = [as_dict(outcome.candidate) for outcome in outcomes]
     return json.dumps({"plans": plans, "seconds": min(seconds, max(MEASURING_SECONDS, least_seconds(outcomes)))})
 
 

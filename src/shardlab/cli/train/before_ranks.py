@@ -114,10 +114,10 @@ def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -
         UserError: if --out or --save-every is missing.
     """
     if out is None or save_every is None:
-        kept = "its results are in the last folder of runs" if out is None else describe_saved(out)
+        saved_text = "its results are in the last folder of runs" if out is None else describe_saved(out)
         raise UserError(
             f"the launcher restarted this run (restart {count}), and a restarted run does not begin again at "
-            f"step 0; give --out FOLDER and --save-every 10m, so that it can resume; {kept}"
+            f"step 0; give --out FOLDER and --save-every 10m, so that it can resume; {saved_text}"
         )
 
 
@@ -132,12 +132,12 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
         exits: whether to exit the process. Otherwise `RankFailed` or `KeyboardInterrupt` is raised, for a caller in
             Python.
     """
-    before = out and record_inode(out)
+    old_inode = out and record_inode(out)
 
-    def note(how: End, why: str) -> None:
+    def note(end: End, reason: str) -> None:
         environment = find_launch_environment(os.environ)
         if out is not None and (environment is None or environment.rank == 0):
-            note_end(out, how, before, why)
+            note_end(out, end, old_inode, reason)
 
     try:
         yield
@@ -175,7 +175,7 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
         raise SystemExit(INTERRUPTED) from None
 
 
-def report_interrupted(out: Path | None, why: str = "") -> None:
+def report_interrupted(out: Path | None, reason: str = "") -> None:
     """Print that a run was interrupted, and describe what its folder contains."""
-    words = ["interrupted", why and f": {why}", "" if out is None else f"; {describe_saved(out)}"]
+    words = ["interrupted", reason and f": {reason}", "" if out is None else f"; {describe_saved(out)}"]
     print(f"shardlab: {''.join(words)}", file=sys.stderr)

@@ -64,7 +64,7 @@ def settle_passes(
     Raises:
         UserError: if the ranks of a launcher do not find each other.
     """
-    choose = partial(_choose_passes, entry, job, [each for each in counts if each != job.microbatches], lenient)
+    choose = partial(_choose_passes, entry, job, [count for count in counts if count != job.microbatches], lenient)
     return entry.rewritten(job.ranks, choose_on_first_rank(choose, timeout))
 
 
@@ -95,7 +95,7 @@ def settle_run(
 
 
 def run_passes_here(
-    entry: StrategyEntry, job: Job, names: str, *, least: float | None = None, lenient: bool = False
+    entry: StrategyEntry, job: Job, names: str, *, least_gain: float | None = None, lenient: bool = False
 ) -> tuple[list[PassResult], Cluster]:
     """Run passes on the program of a job, and keep those that help by this machine's prices.
 
@@ -103,7 +103,7 @@ def run_passes_here(
 
     Args:
         names: passes, as --passes takes them.
-        least: smallest gain of a pass, as a share of the step (None: `SURE_GAIN`, or any gain if passes are named).
+        least_gain: smallest gain of a pass, as a share of the step (None: `SURE_GAIN`, or any gain if passes are named).
         lenient: whether to leave out named passes that have nothing to do.
 
     Returns:
@@ -115,18 +115,18 @@ def run_passes_here(
     """
     from shardlab.train.launch.ranks import device_type
 
-    if least is None:
-        least = GAIN if any(each.by_name for each in named_passes(names)) else SURE_GAIN
+    if least_gain is None:
+        least_gain = GAIN if any(named_pass.by_name for named_pass in named_passes(names)) else SURE_GAIN
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
-    written = checked(entry, job.ranks, job.sizes, job.microbatches)
-    timed = replace(job, precision=_priced_precision(job.precision))
+    proof = checked(entry, job.ranks, job.sizes, job.microbatches)
+    priced_job = replace(job, precision=_priced_precision(job.precision))
 
     def trace(*_: object) -> Checked:
-        return written
+        return proof
 
     def on(cluster: Cluster, names: str) -> list[PassResult]:
-        return replace(workload_of(timed, cluster), trace=trace).rewritten(
-            names, MOST_TRIED, least_gain=least, lenient=lenient
+        return replace(workload_of(priced_job, cluster), trace=trace).rewritten(
+            names, MOST_TRIED, least_gain=least_gain, lenient=lenient
         )
 
     *measured, assumed = _clusters(job.ranks)
@@ -143,28 +143,28 @@ def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenien
     layers for the next step, which must expect the same layers, but the layers may depend on the number.
     """
     names = entry.passes_on(job.ranks, DEFAULT_PASSES)
-    named = named_passes(names)
-    if not named or (all(each.setting for each in named) and not lenient):
+    requests = named_passes(names)
+    if not requests or (all(request.setting for request in requests) and not lenient):
         return names
     try:
-        passed, _ = run_passes_here(entry, job, names, lenient=lenient)
-        required = {each.name for each in named if each.by_name and not lenient}
+        results, _ = run_passes_here(entry, job, names, lenient=lenient)
+        required = {request.name for request in requests if request.by_name and not lenient}
         if others:
-            passed = [each for each in passed if each.name != "fuse-steps" or each.name in required]
+            results = [result for result in results if result.name != "fuse-steps" or result.name in required]
         for count in others:
-            other, _ = run_passes_here(entry, replace(job, microbatches=count), helpful_names(passed), lenient=True)
-            idle = {each.name for each in other if not each.applies} - required
-            passed = [each for each in passed if each.name not in idle]
+            other, _ = run_passes_here(entry, replace(job, microbatches=count), helpful_names(results), lenient=True)
+            idle = {result.name for result in other if not result.applies} - required
+            results = [result for result in results if result.name not in idle]
     except (UserError, Refused):
         return names  # Every rank reports the error later. Raised here, it would leave the other ranks waiting.
-    if useless := useless_offload(passed):
+    if useless := useless_offload(results):
         print(f"shardlab: {useless}", file=sys.stderr)
-    return helpful_names(passed)
+    return helpful_names(results)
 
 
 def _only_named(names: str) -> str:
     """Return the passes without the word `all`."""
-    return ",".join(each for each in names.split(",") if each.strip() != "all") or "none"
+    return ",".join(name for name in names.split(",") if name.strip() != "all") or "none"
 
 
 def _priced_precision(precision: str) -> str:
@@ -179,6 +179,6 @@ def _clusters(ranks: int) -> Iterator[Cluster]:
     from shardlab.measure.profile import memory_here
     from shardlab.simulate.hardware.cluster import unmeasured
 
-    if (here := cluster_here(ranks)) is not None:
-        yield replace(here, per_node=max(here.per_node, ranks))
+    if (cluster := cluster_here(ranks)) is not None:
+        yield replace(cluster, per_node=max(cluster.per_node, ranks))
     yield unmeasured(ranks, memory_here())

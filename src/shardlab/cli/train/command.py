@@ -160,30 +160,30 @@ class Train:
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_of_resumed_run(resumed, launched)
         is_resumed, tell = resumed is not None, first and not self.json and not caller.in_python
-        chosen, config, planned = self._resolve(sources, launched, is_resumed=is_resumed, tell=tell)
-        given = self.settings.flag_values()
-        refuse_unused(given["optimizer"], config.optimizer)
+        entry, config, planned = self._resolve(sources, launched, is_resumed=is_resumed, tell=tell)
+        flags = self.settings.flag_values()
+        refuse_unused(flags["optimizer"], config.optimizer)
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
-                done, wanted = resumed.steps_taken, config.train.steps
-                steps = f"all of its {done} steps" if done == wanted else f"{counted(done, 'step')} already"
+                count, total = resumed.steps_taken, config.train.steps
+                steps = f"all of its {count} steps" if count == total else f"{counted(count, 'step')} already"
                 if self.resume != "auto":
                     raise UserError(f"{resumed.out} has taken {steps}; give more --steps")
                 if first:
                     print(f"shardlab: {resumed.out} has taken {steps}", file=sys.stderr)
                 return 0
-            span, done = given["logging"].get("profile_steps"), resumed.checkpoint.step
-            if span is not None and span[1] <= done and self.resume != "auto":
+            span, step = flags["logging"].get("profile_steps"), resumed.checkpoint.step
+            if span is not None and span[1] <= step and self.resume != "auto":
                 raise UserError(
-                    f"--profile-steps {span[0]}:{span[1]} has no effect, because the run continues with step {done}; "
+                    f"--profile-steps {span[0]}:{span[1]} has no effect, because the run continues with step {step}; "
                     "give later steps, or leave it out"
                 )
         if self.print_config and first:
-            self._print_config(config_with_allowed_passes(chosen, config), sources)
+            self._print_config(config_with_allowed_passes(entry, config), sources)
         parse_sources(config.data.data)  # reports wrong data before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
-            return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
+            return self._run(caller, heartbeat, first, entry, config, planned, sources, resumed, restart)
 
     def _resumed(self, world: LaunchEnvironment | None) -> ResumedRun | None:
         """Return the run to resume (None: start a new one). The ranks of a launcher agree on it.
@@ -204,9 +204,9 @@ class Train:
             return ResumedRun.find(self.out, self.from_step, auto=True, together=RankExchange(world, self._start_limit))
         others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
         others["--init"] = self.settings.flag_values()["train"].get("init")
-        if given := [name for name, value in others.items() if value is not None]:
+        if conflicts := [name for name, value in others.items() if value is not None]:
             raise UserError(
-                f"--resume and {given[0]} exclude each other, because a resumed run keeps its own; give one of them"
+                f"--resume and {conflicts[0]} exclude each other, because a resumed run keeps its own; give one of them"
             )
         return ResumedRun.find(Path(self.resume), self.from_step, together=RankExchange(world, self._start_limit))
 
@@ -224,16 +224,16 @@ class Train:
         """Return the sources of a resumed run's settings: the default preset, its checkpoint, and the flags."""
         flags = self._flags()
         train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
-        saved = resumed.source(launched, flags.sections["optimizer"])
-        return [preset_source("default"), saved, ConfigSource("flags", {**flags.sections, "train": train})]
+        checkpoint_source = resumed.source(launched, flags.sections["optimizer"])
+        return [preset_source("default"), checkpoint_source, ConfigSource("flags", {**flags.sections, "train": train})]
 
     def _flags(self) -> ConfigSource:
         """Return the settings that flags set."""
         plan = self.layout.flag_values()
         if any(axis in plan for axis in AXES):
             plan["mesh"] = True
-        named = {"strategy": self.strategy, "name": self.strategy, "ranks": self.ranks}
-        plan |= {name: value for name, value in named.items() if value is not None}
+        options = {"strategy": self.strategy, "name": self.strategy, "ranks": self.ranks}
+        plan |= {name: value for name, value in options.items() if value is not None}
         return ConfigSource("flags", {"plan": plan, "model": self.model.flag_values(), **self.settings.flag_values()})
 
     def _sources(self) -> list[ConfigSource]:
@@ -268,10 +268,10 @@ class Train:
             first = planned.runs[0]
             sources.append(first.cut)
             return first.entry, first.config, planned
-        below = [source for source in sources if source.name != "flags"]
+        lower_sources = [source for source in sources if source.name != "flags"]
         follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
-        chosen, ranks = self.layout.entry(self.strategy, self.ranks, below, otherwise=launched, follows=follows)
-        return chosen, resolve_config(sources, chosen, ranks), None
+        entry, ranks = self.layout.entry(self.strategy, self.ranks, lower_sources, otherwise=launched, follows=follows)
+        return entry, resolve_config(sources, entry, ranks), None
 
     def _report_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
         """Print the default model if the plan comes from a file and no source names a model."""
@@ -280,15 +280,15 @@ class Train:
             name, layers = merge_fields(sources, "model")["model"], counted(config.model.layers, "layer")
             size = f"{config.model.parameter_count:,} parameters in {layers}"
             is_job = "model" in read_file(path, "TOML")
-            why = f"--plan takes only the plan from {path}" if is_job else f"{path} does not name a model"
-            print(f"{why}, so {name} is trained, with {size}; --model chooses another")
+            reason = f"--plan takes only the plan from {path}" if is_job else f"{path} does not name a model"
+            print(f"{reason}, so {name} is trained, with {size}; --model chooses another")
 
     def _run(
         self,
         caller: Caller,
         heartbeat: Heartbeat,
         first: bool,
-        chosen: StrategyEntry,
+        entry: StrategyEntry,
         config: TrainingConfig,
         planned: PlannedRuns | None,
         sources: list[ConfigSource],
@@ -300,7 +300,7 @@ class Train:
         Args:
             heartbeat: prints to stderr during long operations to show that the run is alive.
             first: whether this process is a launcher's first rank, or has no launcher.
-            chosen, config: strategy and configuration.
+            entry, config: strategy and configuration.
             planned: plans to measure, with --plan auto.
             sources: sources of the settings, to which choices are added.
             resumed: run to resume.
@@ -315,7 +315,7 @@ class Train:
 
         if restart and resumed is None:
             refuse_restart(restart, self.out, config.saving.save_every)
-        out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
+        out = self.out or free_folder(Path("runs"), Path(entry.name.rpartition(":")[2]).stem)
         out, checkpoint = (out, None) if resumed is None else (resumed.out, resumed.checkpoint)
         exists = os.path.exists(out)  # True as well for a folder that this user may not read
         resumes = self.resume is not None and exists
@@ -343,12 +343,12 @@ class Train:
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
             fast = measure_fastest(planned, run, self._check_run, joining, tell=tell)
-            sources[-1], chosen, run = fast.cut, fast.entry, replace(run, config=fast.config)
+            sources[-1], entry, run = fast.cut, fast.entry, replace(run, config=fast.config)
         heartbeat.doing = "choice of passes"
-        chosen, run = settle_run(chosen, run, sources)
+        entry, run = settle_run(entry, run, sources)
         config = run.config
         heartbeat.doing = "check of the program"
-        proof = self._check_run(chosen, run)
+        proof = self._check_run(entry, run)
         if self.print_config:
             return 0  # only now, after all checks
         if tell:
@@ -359,17 +359,17 @@ class Train:
             print(f"shardlab: {change}", file=sys.stderr)
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or (out.exists() and not resumes)  # rank 0 reports from here on
-        before = record_inode(out)
+        old_inode = record_inode(out)
         with failures_as_exit(out, exits=not caller.in_python):
             watching = WatchSettings(
-                config.train.timeout, proof, line_lookup(chosen, run.job), partial(describe_saved, out)
+                config.train.timeout, proof, line_lookup(entry, run.job), partial(describe_saved, out)
             )
             train_rank = LazyFunction[Summary | None]("shardlab.train.loop", "train_rank")
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
-        how, why = ("interrupted", WARNED if summary.warned else "") if summary.interrupted else ("finished", "")
-        note_end(out, how, before, why, summary.validation_after)
+        end, reason = ("interrupted", WARNED if summary.warned else "") if summary.interrupted else ("finished", "")
+        note_end(out, end, old_inode, reason, summary.validation_after)
         try:
             write_report(run, summary, predicted_seconds(run.job))
         except UserError as error:
@@ -387,13 +387,13 @@ class Train:
             return 0 if summary.saved == summary.steps else INTERRUPTED
         return 1 if summary.unwritten else 0
 
-    def _check_run(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
+    def _check_run(self, entry: StrategyEntry, run: TrainingRun) -> Checked:
         """Check that a run's programs are right and suit its options. Return the program of the last steps."""
         from shardlab.cli.train.before_ranks import require_audit
         from shardlab.execute.requirements import want_compilable, want_step_graph
         from shardlab.train.launch.ranks import device_type
 
-        proof, config = self._check_programs(chosen, run), run.config
+        proof, config = self._check_programs(entry, run), run.config
         if config.train.compile:
             want_compilable(proof, device_type(config.plan.ranks), traced=config.logging.trace)
         if config.train.cuda_graph:
@@ -401,20 +401,20 @@ class Train:
             want_step_graph(proof, *needs, traced=config.logging.trace)
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
-                f"--non-finite skip needs the gradient norm, which {chosen.name} does not compute; take fsdp or a "
+                f"--non-finite skip needs the gradient norm, which {entry.name} does not compute; take fsdp or a "
                 "plan, such as zero-3, or give --non-finite stop"
             )
         if config.train.audit_every is not None:
-            require_audit(proof, chosen.name)
+            require_audit(proof, entry.name)
         return proof
 
-    def _check_programs(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
+    def _check_programs(self, entry: StrategyEntry, run: TrainingRun) -> Checked:
         """Check a run's program for each number of microbatches. Return the program of the last steps."""
         from shardlab.cli.train.before_ranks import checked_to_run
 
         others = [count for count in run.config.train.ramp.counts if count != run.job.microbatches]
         jobs = [run.job, *(replace(run.job, microbatches=count) for count in others)]
-        proofs = {job.microbatches: checked_to_run(chosen, job, run.config.optimizer) for job in jobs}
+        proofs = {job.microbatches: checked_to_run(entry, job, run.config.optimizer) for job in jobs}
         if len(proofs) > 1:
             from shardlab.train.tracing import require_same_slices
 
@@ -449,20 +449,20 @@ class Caller:
     summaries: list[Summary] = field(default_factory=list[Any])
 
 
-def refuse_unused(given: Collection[str], config: OptimizerConfig) -> None:
+def refuse_unused(flag_names: Collection[str], config: OptimizerConfig) -> None:
     """Refuse flags that the optimizer or the learning-rate schedule does not use.
 
     Presets, files and earlier runs may set such fields.
 
     Args:
-        given: fields of the optimizer that flags set.
+        flag_names: fields of the optimizer that flags set.
         config: settings of the optimizer from all sources.
 
     Raises:
         UserError: with the values that use the flag.
     """
     for name, (decider, users) in USED_WITH.items():
-        if name in given and (value := getattr(config, decider)) not in users:
+        if name in flag_names and (value := getattr(config, decider)) not in users:
             flag, others = f"--{name.replace('_', '-')}", alternatives(users)
             by = f"--{decider.replace('_', '-')}"
             raise UserError(f"{flag} has no effect with {by} {value}; leave it out, or give {by} {others}")
@@ -531,14 +531,14 @@ def print_config(console: Console, config: TrainingConfig, sources: Sequence[Con
     """
     table = table_of("section", "field", "value", "from", words=4)
     for section, fields in config.as_dict().items():
-        shown = section
+        heading = section
         for name, value in fields.items():
             source = origin_of(sources, section, name)
             if value is None or (not all and source in (None, sources[0].name)) or (name, value) == ("name", UNNAMED):
                 continue
             origin_text = source or ("rule" if name == "passes" else BY_NAME.get(section, "rule"))
-            table.add_row(shown, name, Text(value_text(value), "bold"), Text(origin_text, "dim"))
-            shown = ""
+            table.add_row(heading, name, Text(value_text(value), "bold"), Text(origin_text, "dim"))
+            heading = ""
     if table.row_count:
         print_whole(console, table, folded=2)
 

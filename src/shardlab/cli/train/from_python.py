@@ -48,8 +48,8 @@ def train(
     strategy: str | Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = (), **settings: Any
 ) -> Summary | None:
     """Train as `shardlab train` does, with the options as keyword arguments. `shardlab.train` documents it."""
-    named = strategy if strategy is None or isinstance(strategy, str) else strategy_name(strategy)
-    options = {**settings, "strategy": named}
+    strategy_option = strategy if strategy is None or isinstance(strategy, str) else strategy_name(strategy)
+    options = {**settings, "strategy": strategy_option}
     _require_callbacks(callbacks)
     command = cast(Train, command_from("train", [], options, allowed=("out", "force")))
     call = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
@@ -76,19 +76,19 @@ def command_from(
     Raises:
         UserError: for an unknown option, a wrong value, or an option that the call does not accept.
     """
-    given = {option: value for option, value in settings.items() if value is not None}
-    if unfit := [each for each in OF_THE_COMMAND if given.get(each, False) is not False and each not in allowed]:
+    arguments = {option: value for option, value in settings.items() if value is not None}
+    if unfit := [key for key in OF_THE_COMMAND if arguments.get(key, False) is not False and key not in allowed]:
         raise UserError(f"{unfit[0]} is an option of the command shardlab {name} only; leave it out")
     defaults = option_values(COMMANDS[name]())
     flags = {option for option, default in defaults.items() if isinstance(default, bool)}
-    for option, value in given.items():
+    for option, value in arguments.items():
         if option in defaults and isinstance(value, bool) != (option in flags):
             refuse_argument(option, value, "True or False" if option in flags else "its value, or leave it out")
-    for option, value in given.items():
+    for option, value in arguments.items():
         parts = value if type(value) in (list, tuple) else (value,)
         if option in defaults and not all(isinstance(part, str | int | float | Path) for part in parts):
             refuse_argument(option, value, "a text or a number, as on the command line")
-    options = [word for option, value in given.items() for word in _words(option, value, flags)]
+    options = [word for option, value in arguments.items() for word in _words(option, value, flags)]
     return command_of([name, *words, *options])
 
 
@@ -104,7 +104,7 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
 
     if not isinstance(callbacks, list | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse_argument("callbacks", callbacks, "a list of callbacks, such as callbacks=[WeightNorm()]")
-    if unfit := [each for each in callbacks if not isinstance(each, Callback)]:
+    if unfit := [candidate for candidate in callbacks if not isinstance(candidate, Callback)]:
         raise UserError(
             f"callbacks has {unfit[0]!r}, which is not a callback; give instances of classes derived from "
             "shardlab.train.Callback"
@@ -120,9 +120,9 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
             try:
                 inspect.signature(getattr(callback, name)).bind(*names[1:])
             except TypeError:
-                given = ", ".join(inspect.signature(getattr(type(callback), name)).parameters)
+                parameters = ", ".join(inspect.signature(getattr(type(callback), name)).parameters)
                 raise UserError(
-                    f"the callback {kind} has {name}({given}); write it as {name}({', '.join(names)})"
+                    f"the callback {kind} has {name}({parameters}); write it as {name}({', '.join(names)})"
                 ) from None
 
 

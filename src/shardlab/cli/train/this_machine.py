@@ -63,14 +63,14 @@ def require_free_memory(proof: Checked, ranks: Sequence[int]) -> None:
     Raises:
         UserError: with the required and the free bytes.
     """
-    named = {op.place for tape in proof.program.tapes for op in tape}
-    for place in (place for place in PLACES if place in named):
+    places = {op.place for tape in proof.program.tapes for op in tape}
+    for place in (place for place in PLACES if place in places):
         needed = sum(peak_elsewhere_in_bytes(proof, place)[rank] for rank in ranks)
-        free, where = free_bytes(place)
+        free, location = free_bytes(place)
         if needed and free is not None and needed > free:
             remedy = "set TMPDIR to another folder, or offload less" if place == DISK else "offload less"
             raise UserError(
-                f"{len(ranks)} ranks need {bytes_text(needed)} on the {place}, but {where} has only "
+                f"{len(ranks)} ranks need {bytes_text(needed)} on the {place}, but {location} has only "
                 f"{bytes_text(free)} free; {remedy}"
             )
 
@@ -133,9 +133,9 @@ def peak_flops(config: TrainingConfig, compute: str) -> float | None:
     if cluster.profile is None or not cluster.on_cpu:
         return cluster.device.peak(compute) * min(ranks, cluster.size)
     launched = find_launch_environment(os.environ)
-    here = ranks if launched is None else min(ranks, launched.local_world or ranks)
-    peak = cluster.profile.peak_flops(compute, here, threads_of([CpuShare.of_this_process()] * here))
-    return None if peak is None else peak * ranks / here
+    local_ranks = ranks if launched is None else min(ranks, launched.local_world or ranks)
+    peak = cluster.profile.peak_flops(compute, local_ranks, threads_of([CpuShare.of_this_process()] * local_ranks))
+    return None if peak is None else peak * ranks / local_ranks
 
 
 def workload_of(job: Job, cluster: Cluster, recipe: str | None = None) -> Workload:
