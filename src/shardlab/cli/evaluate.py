@@ -95,28 +95,22 @@ class Eval:
         microbatches, micro_batch_size = batch.cut(1, None)
         alone = self.strategy is None and self.layout == NO_FLAGS and not file.sections.get("plan")
         if alone and (self.ranks or launched) in (None, 1):
-            chosen, ranks = entry_from_plan(Plan(Mesh()), "one device"), 1
+            entry, ranks = entry_from_plan(Plan(Mesh()), "one device"), 1
         else:
-            chosen, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched)
+            entry, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched)
         job = Job(
-            chosen.for_job(ranks),
-            ranks,
-            microbatches,
-            model,
-            micro_batch_size,
-            name=chosen.name,
-            passes=chosen.passes,
+            entry.for_job(ranks), ranks, microbatches, model, micro_batch_size, name=entry.name, passes=entry.passes
         )
         text_job = TextJob((job,), self.folder, self.data, model.seq_len, self.batches, self.format, self.field)
         text = text_job.text()
         if note := lost_text(text.lost_counts):
             print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
         text_job = text_job.with_widths(text)
-        chosen = settle_passes(chosen, text_job.jobs[-1])
-        settled = (replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes) for job in text_job.jobs)
+        entry = settle_passes(entry, text_job.jobs[-1])
+        settled = (replace(job, strategy=entry.for_job(ranks), passes=entry.passes) for job in text_job.jobs)
         text_job = replace(text_job, jobs=tuple(settled))
         for job in text_job.jobs:
-            checked_to_run(chosen, job, OptimizerConfig())
+            checked_to_run(entry, job, OptimizerConfig())
         with failures_as_exit():
             loss = run_ranks(ranks, evaluate_rank, text_job)
         if loss is None:  # a rank of an existing world, but not the one that reports
@@ -125,6 +119,6 @@ class Eval:
         report.fact("loss", f"nats per token, over {counted(loss.tokens, 'token')}", f"{loss.mean:.4f}", loss=loss.mean)
         report.fact("perplexity", "", f"{loss.perplexity:.4f}", perplexity=loss.perplexity)
         report.fact("bits per byte", "", f"{loss.bits_per_byte:.4f}", bits_per_byte=loss.bits_per_byte)
-        report.data |= {**asdict(loss), "strategy": chosen.name, "ranks": ranks}
+        report.data |= {**asdict(loss), "strategy": entry.name, "ranks": ranks}
         report.show(json=self.json)
         return 0

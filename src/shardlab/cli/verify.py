@@ -136,33 +136,33 @@ class Verify:
         from shardlab.train.verification.cases import clip_for, verify
 
         file = job_source(self.config)
-        written = file.sections.get("optimizer", {})
-        optimizer = self.optimizer or written.get("optimizer", "adamw")
-        ema = written.get("ema") if self.ema is None else self.ema
+        file_settings = file.sections.get("optimizer", {})
+        optimizer = self.optimizer or file_settings.get("optimizer", "adamw")
+        ema = file_settings.get("ema") if self.ema is None else self.ema
         batch = BatchConfig(microbatches=self.microbatches).fill(batch_of(file)).fill(DEFAULT_BATCH)
         microbatches, _ = batch.cut(1, None)
-        chosen, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched_ranks(0) or None)
-        ep = chosen.grid(ranks).ep
-        layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
+        entry, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched_ranks(0) or None)
+        ep = entry.grid(ranks).ep
+        layers, kind = entry.default_layers(ranks), "moe" if ep > 1 else "mlp" if entry.columns else "gpt"
         small = {"hidden_size": 32, "heads": 4, "seq_len": 16, "experts": max(4, 2 * ep)}
         model = self.model.make(layers, kind, written=file.sections.get("model"), **small)
         if model.vocab_size == 1:
             raise UserError("the loss of a vocabulary of one token is always 0; give --vocab-size 2 or more")
         job = Job(
-            chosen.for_job(ranks),
+            entry.for_job(ranks),
             ranks,
             microbatches,
             model,
             2,
             self.precision,
-            name=chosen.name,
+            name=entry.name,
             optimizer=optimizer,
             ema=ema,
-            passes=chosen.passes,
+            passes=entry.passes,
         )
-        chosen = settle_passes(chosen, job)
-        job = replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes)
-        proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=optimizer, clip=self.clip, ema=ema))
+        entry = settle_passes(entry, job)
+        job = replace(job, strategy=entry.for_job(ranks), passes=entry.passes)
+        proof = checked_to_run(entry, job, OptimizerConfig(optimizer=optimizer, clip=self.clip, ema=ema))
         if self.compile:
             want_compilable(proof, device_type(ranks))
         clip = clip_for(proof, self.clip)
@@ -184,15 +184,15 @@ class Verify:
         report = Report(
             strategy=job.name, ranks=job.ranks, layers=job.model.layers, microbatches=job.microbatches, clip=clip
         )
-        where = f"on {counted(job.ranks, 'rank')} against one device, {job.numbers.compute}"
-        report.line(Text.assemble((job.name, "bold cyan"), f" {where}, {counted(self.steps, 'step')}"))
+        conditions = f"on {counted(job.ranks, 'rank')} against one device, {job.numbers.compute}"
+        report.line(Text.assemble((job.name, "bold cyan"), f" {conditions}, {counted(self.steps, 'step')}"))
         if clip is not None:
             report.fact("clip", "gradients are clipped to this norm", f"{clip:g}")
         worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]
         limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"
         if verdict.exact is not None and verdict.one_device is not None:
             pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
-            worst = [f"from float64 {ours:.2e}, one device {its:.2e}" for ours, its in pairs]
+            worst = [f"from float64 {ours:.2e}, one device {theirs:.2e}" for ours, theirs in pairs]
             limit = f"is at most twice as far from float64 as one device, plus {verdict.rounding:.0e}"
         for name, error, text in zip(("loss_error", "gradient_error", "weight_error"), verdict.all, worst, strict=True):
             report.fact(name, text, f"{error:.2e}")
@@ -274,16 +274,16 @@ def print_tables(results: Sequence[CaseResult], total: int, seconds: float, cons
 
     alone = [result for result in results if result.case.column == ALONE]
     pairs = [result for result in results if result.case.column != ALONE]
-    for title, shown in (("strategy", alone), ("sharding", pairs), ("pipeline", pairs)):
-        if shown:
-            console.print(_table(shown, title))
+    for title, rows in (("strategy", alone), ("sharding", pairs), ("pipeline", pairs)):
+        if rows:
+            console.print(_table(rows, title))
             console.print()
     bad = [result for result in results if not result.ok]
     for result in bad:
         console.print(Text(str(result), "red"))
-    what = "the largest error max|a - b| / max|b| of loss, gradients, weights"
+    criterion = "the largest error max|a - b| / max|b| of loss, gradients, weights"
     count = f"{len(results)} of {total} cases" if len(results) < total else f"{total} cases"
-    console.print(f"[dim]{count} in {seconds:.0f} s: {what}[/]")
+    console.print(f"[dim]{count} in {seconds:.0f} s: {criterion}[/]")
     if bad:
         console.print(f"[red]{counted(len(bad), 'case')} wrong[/]")
     elif results:
@@ -298,10 +298,10 @@ def _table(results: Sequence[CaseResult], title: str) -> Table:
     cases: dict[str, list[CaseResult]] = defaultdict(list)
     for result in results:
         cases[result.case.column if title == "sharding" else result.case.row].append(result)
-    for name, here in cases.items():
-        worst = max(here, key=lambda result: result.error)
+    for name, group in cases.items():
+        worst = max(group, key=lambda result: result.error)
         text = "refused" if math.isinf(worst.error) else f"{worst.error:.0e}"
         other = {"strategy": "", "sharding": worst.case.row, "pipeline": worst.case.column}[title]
-        style = "" if all(result.ok for result in here) else "red"
-        table.add_row(name, str(len(here)), Text(text, style), other)
+        style = "" if all(result.ok for result in group) else "red"
+        table.add_row(name, str(len(group)), Text(text, style), other)
     return table

@@ -103,7 +103,7 @@ def run_passes_here(
 
     Args:
         names: passes, as --passes takes them.
-        least_gain: smallest gain of a pass, as a share of the step (None: `SURE_GAIN`, or any gain if passes are named).
+        least_gain: smallest gain of a pass, as a share of the step (None: `SURE_GAIN`, or any gain of named passes).
         lenient: whether to leave out named passes that have nothing to do.
 
     Returns:
