@@ -21,7 +21,7 @@ CODE_LINES = {
     "common": 1070,
     "draw": 1740,
     "execute": 3740,
-    "frameworks": 3345,
+    "frameworks": 3375,
     "language": 4690,
     "learn": 5780,
     "measure": 2150,

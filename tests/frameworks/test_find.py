@@ -49,7 +49,7 @@ def test_a_list_of_arguments_is_read(tmp_path: Path) -> None:
     path.write_text("--num-layers 24\n--hidden-size 2048\n--num-attention-heads 16\n--tensor-model-parallel-size 2\n")
     config = read_config(str(path))
     assert config.values["tp"] == 2
-    assert config.given["hidden_size"].line == 2
+    assert config.by_meaning["hidden_size"].line == 2
 
 
 def test_a_variable_without_a_value_is_asked_for(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_overrides_of_hydra_change_it(tmp_path: Path) -> None:
     path.write_text(TEXT)
     config = read_config(str(path), ["model.micro_batch_size=2", "++model.num_layers=16"])
     assert nemo.run(config, find_cluster("h100x16")).micro_batch_size == 2
-    assert config.given["layers"] == Setting("model.num_layers", "16", 0)
+    assert config.by_meaning["layers"] == Setting("model.num_layers", "16", 0)
 
 
 def test_changes_are_keys_of_nemo() -> None:

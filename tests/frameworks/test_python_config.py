@@ -48,7 +48,7 @@ def test_a_function_is_read_with_lines_and_its_step_predicted(tmp_path: Path) ->
     config = read_config(written(tmp_path, BASE))
     assert config.unknown == []
     assert (
-        config.given["tp"].line
+        config.by_meaning["tp"].line
         == BASE.splitlines().index("        parallelism=ParallelismConfig(tensor_parallel_degree=4),") + 1
     )
     step = read_run(config, find_cluster("h100x64"))

@@ -82,7 +82,7 @@ def test_a_command_line_of_2026_starts_from_the_registry() -> None:
 def test_keys_have_lines_and_unknown_ones_are_named() -> None:
     config = config_of("[training]\nseq_len = 4096\nspeed = 9\n[checkpoint]\ninterval = 1\n")
     assert config.unknown == [Setting("training.speed", 9, 6)]
-    assert config.given["seq_len"].line == 5
+    assert config.by_meaning["seq_len"].line == 5
     assert [each.setting.key for each in config.ignored] == ["checkpoint.interval"]
 
 

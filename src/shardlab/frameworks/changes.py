@@ -57,27 +57,27 @@ def predict(step: FrameworkRun) -> Forecast:
     return forecast(step.workload)
 
 
-def try_changes(step: FrameworkRun, found: Forecast, *, seconds: float = 20.0) -> list[Trial]:
+def try_changes(step: FrameworkRun, baseline: Forecast, *, seconds: float = 20.0) -> list[Trial]:
     """Try the framework's changes, and pairs of them if the step does not fit. Return all that the framework can run.
 
     Args:
         step: the step as it is.
-        found: forecast of that step.
+        baseline: forecast of that step.
         seconds: time after which no more changes are tried.
     """
     config, end = step.config, time.monotonic() + seconds
     trials: list[Trial] = []
-    seen = {_key(step)}
+    tried_keys = {_key(step)}
     single = _distinct(config, FRAMEWORKS[config.table.framework].changes(config, step))
-    for meanings in single if found.memory.fits else _then_pairs(single, trials, found):
+    for meanings in single if baseline.memory.fits else _combine(single, trials, baseline):
         if time.monotonic() > end:
             break
-        if (trial := _try(step, found, meanings, seen)) is not None:
+        if (trial := _try(step, baseline, meanings, tried_keys)) is not None:
             trials.append(trial)
     return trials
 
 
-def _try(step: FrameworkRun, found: Forecast, meanings: Mapping[str, Any], seen: set[str]) -> Trial | None:
+def _try(step: FrameworkRun, baseline: Forecast, meanings: Mapping[str, Any], tried_keys: set[str]) -> Trial | None:
     """Return a change with its forecast.
 
     The result is None if a change to the same step has been tried, or if the framework, the model or the cluster rules
@@ -86,28 +86,28 @@ def _try(step: FrameworkRun, found: Forecast, meanings: Mapping[str, Any], seen:
     config = step.config
     try:
         other = read_run(config.with_meanings(meanings), step.cluster)
-        if _key(other) in seen or broken_limit(other.workload):
+        if _key(other) in tried_keys or broken_limit(other.workload):
             return None
-        seen.add(_key(other))
+        tried_keys.add(_key(other))
         result = predict(other)
     except (UserError, Refused):
         return None
     settings = tuple(config.edit(meaning, value) for meaning, value in meanings.items())
-    slower = result.seconds / other.workload.tokens / (found.seconds / step.workload.tokens) - 1
-    return Trial(meanings, settings, other, result, slower, result.memory.unlimited - found.memory.unlimited)
+    slower = result.seconds / other.workload.tokens / (baseline.seconds / step.workload.tokens) - 1
+    return Trial(meanings, settings, other, result, slower, result.memory.unlimited - baseline.memory.unlimited)
 
 
-def _then_pairs(single: Iterator[dict[str, Any]], trials: Sequence[Trial], found: Forecast) -> Iterator[dict[str, Any]]:
+def _combine(single: Iterator[dict[str, Any]], trials: Sequence[Trial], baseline: Forecast) -> Iterator[dict[str, Any]]:
     """Yield single changes, and then pairs of changes that save memory, of which one costs no time."""
     yield from single
-    least = -LEAST_GAIN * found.memory.capacity
-    saving = sorted((each for each in trials if each.bytes < least), key=lambda each: each.seconds)
+    threshold = -LEAST_GAIN * baseline.memory.capacity
+    saving = sorted((trial for trial in trials if trial.bytes < threshold), key=lambda trial: trial.seconds)
     for first, second in product(saving[:FREE], saving):
         if first.seconds <= LEAST_GAIN and not first.meanings.keys() & second.meanings.keys():
             yield {**first.meanings, **second.meanings}
 
 
-def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
+def best_changes(trials: Sequence[Trial], baseline: Forecast) -> list[Trial]:
     """Return the trials that help, the best first. Of trials that change the same keys, only the best is returned.
 
     If the step fits into memory, only changed steps that fit are returned, the fastest first. If it does not fit,
@@ -116,11 +116,11 @@ def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
 
     Args:
         trials: all trials.
-        found: the forecast of the step as it is.
+        baseline: the forecast of the step as it is.
     """
     kinds: dict[frozenset[str], Trial] = {}
-    for each in _helpful(trials, found):
-        kinds.setdefault(frozenset(re.sub(r"^(recompute|virtual)_.*", r"\1", name) for name in each.meanings), each)
+    for trial in _helpful(trials, baseline):
+        kinds.setdefault(frozenset(re.sub(r"^(recompute|virtual)_.*", r"\1", name) for name in trial.meanings), trial)
     return list(kinds.values())
 
 
@@ -133,14 +133,14 @@ def _key(step: FrameworkRun) -> str:
 def _distinct(config: Config, changes: Iterator[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the changes without the meanings that already have their value."""
     for change in changes:
-        given, values = config.given, config.values
-        kept = {
+        settings, values = config.by_meaning, config.values
+        new_values = {
             meaning: value
             for meaning, value in change.items()
-            if (value is None and meaning in given) or (value is not None and values[meaning] != value)
+            if (value is None and meaning in settings) or (value is not None and values[meaning] != value)
         }
-        if kept:
-            yield kept
+        if new_values:
+            yield new_values
 
 
 def _order(trial: Trial) -> tuple[bool, float]:
@@ -148,11 +148,11 @@ def _order(trial: Trial) -> tuple[bool, float]:
     return not trial.forecast.memory.safe, trial.seconds
 
 
-def _helpful(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
-    if found.memory.fits:
-        helpful = [each for each in trials if each.forecast.memory.fits and each.seconds < -LEAST_GAIN]
+def _helpful(trials: Sequence[Trial], baseline: Forecast) -> list[Trial]:
+    if baseline.memory.fits:
+        helpful = [trial for trial in trials if trial.forecast.memory.fits and trial.seconds < -LEAST_GAIN]
         return sorted(helpful, key=_order)
-    fitting = sorted((each for each in trials if each.forecast.memory.fits), key=_order)
-    least = LEAST_GAIN * found.memory.capacity
-    others = sorted((each for each in trials if not each.forecast.memory.fits), key=lambda each: each.bytes)
-    return fitting + [each for each in others if each.bytes < -least]
+    fitting = sorted((trial for trial in trials if trial.forecast.memory.fits), key=_order)
+    threshold = LEAST_GAIN * baseline.memory.capacity
+    others = sorted((trial for trial in trials if not trial.forecast.memory.fits), key=lambda trial: trial.bytes)
+    return fitting + [trial for trial in others if trial.bytes < -threshold]

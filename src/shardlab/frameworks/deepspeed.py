@@ -62,11 +62,13 @@ def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config
     """
     _, settings = read_json(text, file)
     table = key_table(NAME)
-    kept = [each for each in settings if each.value != AUTO]
-    automatic = [each.key for each in settings if each.value == AUTO and table.find(each.key) is not None]
-    config = Config(table, file, (*kept, *overrides))
-    left = [key for key in automatic if (found := table.find(key)) is not None and found.meaning not in config.given]
-    notes = (f"{', '.join(left)}: auto, taken as the Trainer's defaults",) if left else ()
+    explicit = [setting for setting in settings if setting.value != AUTO]
+    automatic = [setting.key for setting in settings if setting.value == AUTO and table.find(setting.key) is not None]
+    config = Config(table, file, (*explicit, *overrides))
+    defaults = [
+        key for key in automatic if (entry := table.find(key)) is not None and entry.meaning not in config.by_meaning
+    ]
+    notes = (f"{', '.join(defaults)}: auto, taken as the Trainer's defaults",) if defaults else ()
     return replace(config, notes=notes)
 
 
@@ -77,9 +79,9 @@ def accelerate_config_of(text: str, file: str, overrides: Sequence[Setting] = ()
         UserError: if it is no YAML.
     """
     _, settings = read_yaml(text, file)
-    facts = {FACTS[each.key]: each for each in settings if each.key in FACTS}
-    kept = [each for each in settings if each.value is not None and each.value != AUTO]
-    return Config(key_table(ACCELERATE), file, (*kept, *overrides), facts)
+    facts = {FACTS[setting.key]: setting for setting in settings if setting.key in FACTS}
+    explicit = [setting for setting in settings if setting.value is not None and setting.value != AUTO]
+    return Config(key_table(ACCELERATE), file, (*explicit, *overrides), facts)
 
 
 def _on(value: Any) -> bool:
@@ -245,15 +247,15 @@ def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
         raise UserError(f"{config.file} does not say which model it trains; give --model, such as llama3-8b")
     short = Path(name).name.lower()
     try:
-        found = find_model(name)
+        model = find_model(name)
     except UserError as error:
-        known = short.replace("meta-", "").replace("-hf", "").replace("llama-", "llama").replace("llama3.1", "llama3")
+        alias = short.replace("meta-", "").replace("-hf", "").replace("llama-", "llama").replace("llama3.1", "llama3")
         try:
-            found = find_model(known)
+            model = find_model(alias)
         except UserError:
             raise UserError(f"{config.file}: model {name} is not known here ({error}); give --model") from None
-        name = known
-    return name, with_written(found, length, name)
+        name = alias
+    return name, with_written(model, length, name)
 
 
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:

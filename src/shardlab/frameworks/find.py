@@ -72,9 +72,9 @@ class Overrides:
         variables: dict[str, str] = {}
         flags: list[Word] = []
         for word in words:
-            found = None if flags else re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
-            if found:
-                variables[found[1]] = found[2]
+            assignment = None if flags else re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
+            if assignment:
+                variables[assignment[1]] = assignment[2]
             else:
                 flags.append(Word(word, 0))
         return cls(variables, tuple(flags))
@@ -145,13 +145,13 @@ def _text_of(path: Path) -> str:
 def _from_text(text: str, path: Path, changed: Overrides, framework: str | None) -> Config:
     if path.suffix == ".toml":
         settings, _ = torchtitan.read_arguments(flags_of(changed.words))
-        found = torchtitan.read_toml(text, path.name)
-        if framework is None and not any(each.key.split(".")[0] in torchtitan.SECTIONS for each in found):
+        file_settings = torchtitan.read_toml(text, path.name)
+        if framework is None and not any(setting.key.split(".")[0] in torchtitan.SECTIONS for setting in file_settings):
             raise UserError(
                 f"{path} has no section of torchtitan, such as training or parallelism; a plan of shardlab is for "
                 "shardlab simulate --plan"
             )
-        return Config(key_table(torchtitan.NAME), path.name, (*found, *settings))
+        return Config(key_table(torchtitan.NAME), path.name, (*file_settings, *settings))
     if path.suffix == ".py":
         return _from_python(text, path, changed)
     if path.suffix in (".json", ".yaml", ".yml") or framework in READERS:
@@ -166,8 +166,8 @@ def _from_text(text: str, path: Path, changed: Overrides, framework: str | None)
 
 def _from_python(text: str, path: Path, changed: Overrides) -> Config:
     settings, selected = torchtitan.read_arguments(flags_of(changed.words))
-    found = read_python(text, path.name, selected.get("config"))
-    return Config(key_table(torchtitan.NAME), path.name, (*found.settings, *settings), notes=found.notes)
+    config = read_python(text, path.name, selected.get("config"))
+    return Config(key_table(torchtitan.NAME), path.name, (*config.settings, *settings), notes=config.notes)
 
 
 READERS: dict[str, Callable[[str, str, Sequence[Setting]], Config]] = {
@@ -185,23 +185,27 @@ def _from_table(text: str, path: Path, changed: Overrides, framework: str | None
     document, settings = read(text, path.name)
     if framework is None and isinstance(document.get("MODEL_ARGS"), dict):  # a file of Megatron-LM's tests
         prefix = "MODEL_ARGS."
-        own = [each._replace(key=each.key.removeprefix(prefix)) for each in settings if each.key.startswith(prefix)]
-        kept = [each for each in own if each.value is not False and each.value is not None]
-        return Config(key_table(megatron.NAME), path.name, (*kept, *flags_of(changed.words)))
+        model_settings = [
+            setting._replace(key=setting.key.removeprefix(prefix))
+            for setting in settings
+            if setting.key.startswith(prefix)
+        ]
+        arguments = [setting for setting in model_settings if setting.value is not False and setting.value is not None]
+        return Config(key_table(megatron.NAME), path.name, (*arguments, *flags_of(changed.words)))
     if (name := framework or _shape(document)) is None:
         raise UserError(f"{path.name} is for no known framework; --framework names it ({', '.join(FRAMEWORKS)})")
     if name not in READERS:
         raise UserError(f"{path.name} is YAML or JSON, which {name} does not read; leave out --framework")
-    given = flags_of(changed.words)
-    given += [Setting(key, value) for key, value in changed.variables.items()]
-    given += [Setting(*pair) for word in changed.words if (pair := _assignment(word.text)) is not None]
-    return READERS[name](text, path.name, given)
+    overrides = flags_of(changed.words)
+    overrides += [Setting(key, value) for key, value in changed.variables.items()]
+    overrides += [Setting(*pair) for word in changed.words if (pair := _assignment(word.text)) is not None]
+    return READERS[name](text, path.name, overrides)
 
 
 def _assignment(text: str) -> tuple[str, str] | None:
     """Return key and value of an override of Hydra, such as `model.x=1` or `+model.x=1`; None for other text."""
-    found = re.fullmatch(r"\+{0,2}([a-z_][\w.]*)=(.*)", text, re.DOTALL)
-    return None if found is None else (found[1], found[2])
+    match = re.fullmatch(r"\+{0,2}([a-z_][\w.]*)=(.*)", text, re.DOTALL)
+    return None if match is None else (match[1], match[2])
 
 
 def _shape(document: Mapping[str, Any]) -> str | None:
@@ -224,29 +228,32 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
     script = run_script(text, changed.variables)
     launch, words = _training_command(script)
     arguments = flags_of([*words, *changed.words])
-    dotted = [each for each in arguments if each.key.removeprefix("--").split(".")[0] in torchtitan.SECTIONS]
-    modules = {each.key for each in arguments} & {"--module", "--config", "--job.config_file"}
-    named = {name: word.text for name in ("CONFIG_FILE", "CONFIG", "MODULE") if (word := script.value(name))}
+    dotted = [setting for setting in arguments if setting.key.removeprefix("--").split(".")[0] in torchtitan.SECTIONS]
+    modules = {setting.key for setting in arguments} & {"--module", "--config", "--job.config_file"}
+    variables = {name: word.text for name in ("CONFIG_FILE", "CONFIG", "MODULE") if (word := script.value(name))}
     facts = _facts(script, launch)
     notes = tuple(script.notes)
-    if framework == torchtitan.NAME or (framework is None and (dotted or modules or "CONFIG_FILE" in named)):
+    if framework == torchtitan.NAME or (framework is None and (dotted or modules or "CONFIG_FILE" in variables)):
         settings, selected = torchtitan.read_arguments(arguments)
-        settings = [each for each in settings if "." in each.key] if framework is None else settings
-        inner = selected.get("job.config_file") or named.get("CONFIG_FILE", "")
+        settings = [setting for setting in settings if "." in setting.key] if framework is None else settings
+        inner = selected.get("job.config_file") or variables.get("CONFIG_FILE", "")
         if inner and UNSET not in inner:
             settings = [*_inner_file(folder, inner, file), *settings]
-        config = selected.get("config") or named.get("CONFIG", "")
-        module = selected.get("module") or named.get("MODULE", "")
+        config = selected.get("config") or variables.get("CONFIG", "")
+        module = selected.get("module") or variables.get("MODULE", "")
         path = folder / (module.replace(".", "/") + ".py")
         if config and module and path.is_file():
             read = read_python(_text_of(path), path.name, config)
-            settings, notes = [*(each._replace(line=0) for each in read.settings), *settings], (*notes, *read.notes)
+            settings, notes = (
+                [*(setting._replace(line=0) for setting in read.settings), *settings],
+                (*notes, *read.notes),
+            )
         elif config:
             settings = [*torchtitan.registry_settings(module, config), *settings]
         return Config(key_table(torchtitan.NAME), file, tuple(settings), facts, notes)
-    settings = tuple(each for each in arguments if each.line == 0 or each.key.startswith("--"))
+    settings = tuple(setting for setting in arguments if setting.line == 0 or setting.key.startswith("--"))
     config = Config(key_table(megatron.NAME), file, settings, facts, notes)
-    if framework is None and not config.given:
+    if framework is None and not config.by_meaning:
         raise UserError(f"{file} has no argument of a known framework; --framework names it ({', '.join(FRAMEWORKS)})")
     return config
 
@@ -255,7 +262,7 @@ def _inner_file(folder: Path, inner: str, file: str) -> list[Setting]:
     for path in (folder / inner, folder / Path(inner).name):
         if path.is_file():
             settings = torchtitan.read_toml(_text_of(path), str(path))
-            return [each._replace(line=0) for each in settings]  # a line of another file
+            return [setting._replace(line=0) for setting in settings]  # a line of another file
     raise UserError(f"{file} starts torchtitan with {inner}, which is not beside it; name that file, or put it there")
 
 
@@ -284,22 +291,22 @@ def _training_command(script: Script) -> tuple[list[Word], list[Word]]:
 
 def _commands(script: Script) -> list[list[Word]]:
     """Return the commands of a script, including those in texts that a shell runs (`bash -c`, `srun ... "..."`)."""
-    found: list[list[Word]] = []
+    commands: list[list[Word]] = []
     for words in script.commands:
         inner = next((word for word in words if " --" in word.text and re.search(r"\.py\b|run_train", word.text)), None)
         if inner is not None:
-            inside = run_script(inner.text, {name: each[0].text for name, each in script.variables.items() if each})
-            for each in inside.commands:
-                found.append([*words, *(word._replace(line=word.line + inner.line - 1) for word in each)])
+            program = run_script(inner.text, {name: value[0].text for name, value in script.variables.items() if value})
+            for command in program.commands:
+                commands.append([*words, *(word._replace(line=word.line + inner.line - 1) for word in command)])
         else:
-            found.append(words)
-    return found
+            commands.append(words)
+    return commands
 
 
 def _facts(script: Script, launch: Sequence[Word]) -> dict[str, Setting]:
     """Return what a script says about its devices, by flags of the launcher, variables, and the scheduler's options."""
-    found: dict[str, Setting] = {}
-    flags = {each.key: each for each in flags_of([*script.directives, *launch])}
+    facts: dict[str, Setting] = {}
+    flags = {flag.key: flag for flag in flags_of([*script.directives, *launch])}
     if gres := flags.get("--gres"):
         count = re.search(r"gpu(?::\w+)?:(\d+)", str(gres.value))
         flags |= {"--gpus-per-node": Setting("--gres", count[1], gres.line)} if count else {}
@@ -309,11 +316,11 @@ def _facts(script: Script, launch: Sequence[Word]) -> dict[str, Setting]:
         for name in names:
             value = script.value(name)
             setting = flags.get(name) or (value and Setting(name, value.text, value.line))
-            if setting and (str(setting.value).isdecimal() or fact not in found):
-                found[fact] = setting
+            if setting and (str(setting.value).isdecimal() or fact not in facts):
+                facts[fact] = setting
                 if str(setting.value).isdecimal():
                     break
-    return found
+    return facts
 
 
 def read_run(config: Config, cluster: Cluster) -> FrameworkRun:

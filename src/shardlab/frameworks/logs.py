@@ -79,26 +79,26 @@ class LogLine(NamedTuple):
     sequences: int | None = None
 
 
-def _number(found: re.Match[str] | None) -> float | None:
-    return None if found is None else float(found[1].replace(",", ""))
+def _number(match: re.Match[str] | None) -> float | None:
+    return None if match is None else float(match[1].replace(",", ""))
 
 
 def _human(text: str, name: str) -> float | None:
     """Return a number of nanotron's log, such as 6.66K."""
-    found = re.search(rf"\b{name}: ([0-9.]+)([KMBT]?)(?=\s|$)", text)
-    return None if found is None else float(found[1]) * UNITS[found[2]]
+    match = re.search(rf"\b{name}: ([0-9.]+)([KMBT]?)(?=\s|$)", text)
+    return None if match is None else float(match[1]) * UNITS[match[2]]
 
 
 def _torchtitan(line: str) -> LogLine | None:
     """Read `step: 10  loss:  8.1  memory: 47.28GiB(59.06%)  tps: 6,432 ...` (torchtitan/components/metrics.py)."""
-    found = re.search(r"\bstep:\s*(\d+)\s", line)
+    match = re.search(r"\bstep:\s*(\d+)\s", line)
     memory = re.search(r"\bmemory:\s*([0-9.]+)GiB", line)
     speed = re.search(rf"\b(?:tps|wps):\s*{NUMBER}(?=\s|$)", line)
-    if found is None or (memory is None and speed is None):
+    if match is None or (memory is None and speed is None):
         return None
     share = re.search(r"\bmfu:\s*([0-9.]+)%", line)
     return LogLine(
-        int(found[1]),
+        int(match[1]),
         tokens_per_device=_number(speed),
         memory=None if memory is None else float(memory[1]) * 2**30,
         mfu=None if share is None else float(share[1]) / 100,
@@ -107,38 +107,38 @@ def _torchtitan(line: str) -> LogLine | None:
 
 def _megatron(line: str) -> LogLine | None:
     """Read `iteration 10/ 500 | ... | elapsed time per iteration (ms): 987.6 | ...` (megatron/training/training.py)."""
-    found = re.search(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|", line)
-    if found is None:
+    match = re.search(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|", line)
+    if match is None:
         return None
     seconds = _number(re.search(rf"elapsed time per iteration \(ms\):\s*{NUMBER}\s*\|", line))
     sequences = re.search(r"global batch size:\s*(\d+)\s*\|", line)
     if seconds is None:
         return None
-    return LogLine(int(found[1]), seconds / 1e3, sequences=int(sequences[1]) if sequences else None)
+    return LogLine(int(match[1]), seconds / 1e3, sequences=int(sequences[1]) if sequences else None)
 
 
 def _megatron_memory(line: str) -> LogLine | None:
     """Read `[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 | ...`."""
-    found = re.search(r"\(after (\d+) iterations\) memory \(MB\)", line)
-    if found is None:
+    match = re.search(r"\(after (\d+) iterations\) memory \(MB\)", line)
+    if match is None:
         return None
     kinds: dict[str, MemoryKind] = {"max reserved": "reserved", "max allocated": "allocated"}
     for name, kind in kinds.items():
         if (megabytes := _number(re.search(rf"\b{name}:\s*{NUMBER}(?=\s|$|\|)", line))) is not None:
-            return LogLine(int(found[1]), memory=megabytes * 2**20, kind=kind)
+            return LogLine(int(match[1]), memory=megabytes * 2**20, kind=kind)
     return None
 
 
 def _nanotron(line: str) -> LogLine | None:
     """Read `iteration: 10 / 2000 | ... | tokens_per_sec_per_gpu: 6.66K | ...` (src/nanotron/trainer.py)."""
-    found = re.search(r"\biteration: (\d+) / \d+ \|", line)
-    if found is None:
+    match = re.search(r"\biteration: (\d+) / \d+ \|", line)
+    if match is None:
         return None
     milliseconds = _human(line, "(?:elapsed_)?time_per_iteration_ms")
-    each, memory = _human(line, "tokens_per_sec_per_gpu"), _human(line, "cuda_max_memory_reserved")
-    if milliseconds is None and each is None and memory is None:
+    speed, memory = _human(line, "tokens_per_sec_per_gpu"), _human(line, "cuda_max_memory_reserved")
+    if milliseconds is None and speed is None and memory is None:
         return None
-    return LogLine(int(found[1]), milliseconds and milliseconds / 1e3, each, memory)
+    return LogLine(int(match[1]), milliseconds and milliseconds / 1e3, speed, memory)
 
 
 READERS = (_megatron, _megatron_memory, _nanotron, _torchtitan)
@@ -154,39 +154,39 @@ def read_log(text: str, file: str) -> Measured:
     lines = COLORS.sub("", text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
     if lines[-1].strip() and any(reader(lines[-1] + " ") for reader in READERS):
         notes.append("the last line does not end, and is left out")
-    found = [each for line in lines[:-1] for reader in READERS if (each := reader(line)) is not None]
-    if not found:
+    entries = [entry for line in lines[:-1] for reader in READERS if (entry := reader(line)) is not None]
+    if not entries:
         raise UserError(
             f"{file} has no line of a step of torchtitan, Megatron-LM or nanotron; give figures, as in --measured "
             "step=2.4s memory=71GiB"
         )
-    timed = [each for each in found if each.seconds is not None or each.tokens_per_device is not None]
-    steps = sorted({each.step for each in timed})
+    timed_entries = [entry for entry in entries if entry.seconds is not None or entry.tokens_per_device is not None]
+    steps = sorted({entry.step for entry in timed_entries})
     if len(steps) > 1:
-        timed = [each for each in timed if each.step != steps[0]]
+        timed_entries = [entry for entry in timed_entries if entry.step != steps[0]]
         notes.append(f"{counted(len(steps) - 1, 'logged step')} after step {steps[0]}, which is warm-up; their median")
     elif steps:
         notes.append(f"step {steps[0]} alone, which may be warm-up")
     by_step: dict[int, list[LogLine]] = {}
-    for each in timed:
-        by_step.setdefault(each.step, []).append(each)
-    if any(len(each) > 1 for each in by_step.values()):
+    for entry in timed_entries:
+        by_step.setdefault(entry.step, []).append(entry)
+    if any(len(group) > 1 for group in by_step.values()):
         notes.append("several ranks log each step; the slowest rank's time and the fullest rank's memory count")
-    seconds = [max(each.seconds for each in group if each.seconds) for group in by_step.values() if group[0].seconds]
+    seconds = [max(entry.seconds for entry in group if entry.seconds) for group in by_step.values() if group[0].seconds]
     speeds = [
-        min(each.tokens_per_device for each in group if each.tokens_per_device)
+        min(entry.tokens_per_device for entry in group if entry.tokens_per_device)
         for group in by_step.values()
         if group[0].tokens_per_device
     ]
-    held = [each for each in found if each.memory is not None]
-    shares = [each.mfu for each in timed if each.mfu is not None]
-    batches = [each.sequences for each in timed if each.sequences is not None]
+    memory_entries = [entry for entry in entries if entry.memory is not None]
+    shares = [entry.mfu for entry in timed_entries if entry.mfu is not None]
+    batches = [entry.sequences for entry in timed_entries if entry.sequences is not None]
     return Measured(
         median(seconds) if seconds else None,
         None,
         median(speeds) if speeds else None,
-        max((each.memory for each in held if each.memory), default=None),
-        held[0].kind if held else "reserved",
+        max((entry.memory for entry in memory_entries if entry.memory), default=None),
+        memory_entries[0].kind if memory_entries else "reserved",
         median(shares) if shares else None,
         batches[-1] if batches else None,
         tuple(notes),
@@ -217,9 +217,9 @@ def read_measured(words: Sequence[str]) -> Measured:
         if not equals or Path(word).exists():
             log = _read_file(Path(word))
             continue
-        found = re.fullmatch(rf"{NUMBER}\s*([A-Za-z%]*)", value.strip())
-        unit = found[2].lower() if found else ""
-        number = _number(found) or 0.0
+        match = re.fullmatch(rf"{NUMBER}\s*([A-Za-z%]*)", value.strip())
+        unit = match[2].lower() if match else ""
+        number = _number(match) or 0.0
         key = name.strip().lower()
         if key in ("step", "time", "seconds") and unit in TIMES and number:
             figures["seconds"] = number * TIMES[unit]

@@ -93,13 +93,18 @@ def counted_as(kind: MemoryKind, memory: DeviceMemory) -> float:
 
 
 def explain_difference(
-    measured: Measured, step: FrameworkRun, found: Forecast, trials: Sequence[Trial], error: float, memory_error: float
+    measured: Measured,
+    step: FrameworkRun,
+    forecast: Forecast,
+    trials: Sequence[Trial],
+    error: float,
+    memory_error: float,
 ) -> Comparison:
     """Compare a measured step with its prediction, and find causes that could explain the difference.
 
     Args:
         measured: the measured figures.
-        step, found: the configuration's step and its forecast.
+        step, forecast: the configuration's step and its forecast.
         trials: all changes of the configuration that were tried.
         error, memory_error: mean errors of predicted time and memory of similar steps, as shares.
     """
@@ -111,61 +116,65 @@ def explain_difference(
         notes.append(f"the log has a global batch of {measured.sequences}, and the configuration {step.sequences}")
         if seconds is not None and measured.seconds is not None:
             seconds *= step.sequences / int(measured.sequences or 1)
-    predicted = counted_as(measured.kind, found.memory)
+    predicted = counted_as(measured.kind, forecast.memory)
     possible = [
-        *_of_units(measured, step, found),
+        *_of_units(measured, step, forecast),
         *_of_keys(measured, step, trials),
-        *_of_the_machine(step, found, measured, seconds),
-        *_of_memory(measured, found, predicted),
+        *_of_the_machine(step, forecast, measured, seconds),
+        *_of_memory(measured, forecast, predicted),
     ]
-    hypotheses = [each for each in possible if _differs(each, found.seconds, predicted, seconds, measured.memory)]
+    hypotheses = [cause for cause in possible if _differs(cause, forecast.seconds, predicted, seconds, measured.memory)]
     weighed = [
-        each._replace(weight=each.prior * _agreement(each, seconds, measured.memory, error, memory_error))
-        for each in hypotheses
+        cause._replace(weight=cause.prior * _agreement(cause, seconds, measured.memory, error, memory_error))
+        for cause in hypotheses
     ]
-    whole = sum(each.weight for each in weighed) or 1.0
-    weighed = [each._replace(weight=each.weight / whole) for each in weighed]
+    whole = sum(cause.weight for cause in weighed) or 1.0
+    weighed = [cause._replace(weight=cause.weight / whole) for cause in weighed]
     return Comparison(
         seconds,
         measured.memory,
-        found.seconds,
+        forecast.seconds,
         predicted,
         measured.kind,
         error,
-        sorted(weighed, key=lambda each: -each.weight),
+        sorted(weighed, key=lambda cause: -cause.weight),
         tuple(notes),
     )
 
 
-def _differs(each: Hypothesis, seconds: float, memory: float, measured: float | None, bytes: float | None) -> bool:
+def _differs(cause: Hypothesis, seconds: float, memory: float, measured: float | None, bytes: float | None) -> bool:
     """Return whether a hypothesis moves the prediction of a measured figure towards the measurement."""
-    closer_time = measured is not None and abs(log(measured / each.seconds)) < abs(log(measured / seconds)) - WORTH
-    closer_memory = bytes is not None and abs(log(bytes / each.memory)) < abs(log(bytes / memory)) - WORTH
+    closer_time = measured is not None and abs(log(measured / cause.seconds)) < abs(log(measured / seconds)) - WORTH
+    closer_memory = bytes is not None and abs(log(bytes / cause.memory)) < abs(log(bytes / memory)) - WORTH
     return closer_time or closer_memory
 
 
 def _agreement(
-    each: Hypothesis, seconds: float | None, bytes: float | None, error: float, memory_error: float
+    cause: Hypothesis, seconds: float | None, bytes: float | None, error: float, memory_error: float
 ) -> float:
     """Return how well a hypothesis agrees with the measurements, from 0 to 1."""
-    found = 1.0
+    agreement = 1.0
     if seconds is not None:
-        found *= exp(-((log(seconds / each.seconds) / max(CLOSE, error)) ** 2) * log(2))
+        agreement *= exp(-((log(seconds / cause.seconds) / max(CLOSE, error)) ** 2) * log(2))
     if bytes is not None:
-        found *= exp(-((log(bytes / each.memory) / max(CLOSE, memory_error)) ** 2) * log(2))
-    return found
+        agreement *= exp(-((log(bytes / cause.memory) / max(CLOSE, memory_error)) ** 2) * log(2))
+    return agreement
 
 
-def _of_units(measured: Measured, step: FrameworkRun, found: Forecast) -> Iterator[Hypothesis]:
+def _of_units(measured: Measured, step: FrameworkRun, forecast: Forecast) -> Iterator[Hypothesis]:
     """Yield confusions of units: tokens/s of one device that were given as those of all devices, or the reverse."""
-    world, speed = step.workload.mesh.world, step.workload.tokens / found.seconds
-    memory, all, each = counted_as(measured.kind, found.memory), measured.tokens_per_second, measured.tokens_per_device
-    if world > 1 and all and all / speed < 2 / world:
-        text = f"the tokens/s are those of one device: {all * world:,.0f} on all {world}"
-        yield Hypothesis(text, found.seconds * world, memory, 5.0, "give them as tokens/s/device=")
-    if world > 1 and each and each > speed / 2:
+    world, speed = step.workload.mesh.world, step.workload.tokens / forecast.seconds
+    memory, total, per_device = (
+        counted_as(measured.kind, forecast.memory),
+        measured.tokens_per_second,
+        measured.tokens_per_device,
+    )
+    if world > 1 and total and total / speed < 2 / world:
+        text = f"the tokens/s are those of one device: {total * world:,.0f} on all {world}"
+        yield Hypothesis(text, forecast.seconds * world, memory, 5.0, "give them as tokens/s/device=")
+    if world > 1 and per_device and per_device > speed / 2:
         text = f"the tokens/s are those of all {world} devices, not of each"
-        yield Hypothesis(text, found.seconds / world, memory, 5.0, "give them as tokens/s=")
+        yield Hypothesis(text, forecast.seconds / world, memory, 5.0, "give them as tokens/s=")
 
 
 def _of_keys(measured: Measured, step: FrameworkRun, trials: Sequence[Trial]) -> Iterator[Hypothesis]:
@@ -182,10 +191,10 @@ def _of_keys(measured: Measured, step: FrameworkRun, trials: Sequence[Trial]) ->
 
 
 def _of_the_machine(
-    step: FrameworkRun, found: Forecast, measured: Measured, seconds: float | None
+    step: FrameworkRun, forecast: Forecast, measured: Measured, seconds: float | None
 ) -> Iterator[Hypothesis]:
     """Yield causes on the machine: other kernels, a slow network, no overlap, low clocks, and time beside the step."""
-    workload, memory = step.workload, counted_as(measured.kind, found.memory)
+    workload, memory = step.workload, counted_as(measured.kind, forecast.memory)
     for switch, value, recipe in variants(step.recipe):
         if (other := _forecast(replace(workload, recipe=recipe))) is not None:
             text = f"{switch} is {value}, not {step.recipe.switches[switch].value}"
@@ -203,34 +212,34 @@ def _of_the_machine(
         text = "communication does not run beside compute"
         todo = "look in a trace of torch.profiler for gaps of the compute stream"
         yield Hypothesis(text, other.seconds, memory, 0.8, todo)
-    if seconds is None or seconds <= found.seconds:
+    if seconds is None or seconds <= forecast.seconds:
         return
-    if not found.memory.safe and found.memory.fits:
-        text = f"the allocator is nearly full ({bytes_text(found.memory.unlimited, 1)}), and frees and asks again"
+    if not forecast.memory.safe and forecast.memory.fits:
+        text = f"the allocator is nearly full ({bytes_text(forecast.memory.unlimited, 1)}), and frees and asks again"
         yield Hypothesis(text, seconds, memory, 1.5, "count num_alloc_retries in torch.cuda.memory_stats()")
-    lost = seconds_text(seconds - found.seconds)
-    text = f"{lost} of each step pass outside the GPUs: data, logs, checkpoints, Python"
+    extra = seconds_text(seconds - forecast.seconds)
+    text = f"{extra} of each step pass outside the GPUs: data, logs, checkpoints, Python"
     todo = "time the next() of the data loader, and a step with one batch repeated"
     yield Hypothesis(text, seconds, memory, 0.6, todo)
-    if (share := found.seconds / seconds) > 0.5:
+    if (share := forecast.seconds / seconds) > 0.5:
         text = f"the GPUs, or one of them, run at {share:.0%} of their usual clock (power or heat)"
         todo = "nvidia-smi -q -d CLOCK,PERFORMANCE on every node during a step"
         yield Hypothesis(text, seconds, memory, 0.4, todo)
 
 
-def _of_memory(measured: Measured, found: Forecast, predicted: float) -> Iterator[Hypothesis]:
+def _of_memory(measured: Measured, forecast: Forecast, predicted: float) -> Iterator[Hypothesis]:
     """Yield causes of more memory than predicted."""
     if measured.memory is None or measured.memory <= predicted:
         return
-    more = bytes_text(measured.memory - predicted, 1)
+    extra = bytes_text(measured.memory - predicted, 1)
     if measured.kind == "nvidia-smi":
-        text = f"{more} are beside the allocator: NCCL's buffers, CUDA's context, or another process"
+        text = f"{extra} are beside the allocator: NCCL's buffers, CUDA's context, or another process"
         todo = "compare torch.cuda.max_memory_reserved() with nvidia-smi"
-        yield Hypothesis(text, found.seconds, measured.memory, 0.5, todo)
+        yield Hypothesis(text, forecast.seconds, measured.memory, 0.5, todo)
     if measured.kind != "allocated":
-        text = f"{more} are reserved and not used, because free blocks have other sizes (fragmentation)"
+        text = f"{extra} are reserved and not used, because free blocks have other sizes (fragmentation)"
         todo = "compare max_memory_allocated() with max_memory_reserved(); try expandable_segments:True"
-        yield Hypothesis(text, found.seconds, measured.memory, 0.5, todo)
+        yield Hypothesis(text, forecast.seconds, measured.memory, 0.5, todo)
 
 
 def _forecast(workload: Workload) -> Forecast | None:

@@ -104,7 +104,7 @@ def _length(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _mesh(config: Config, values: Mapping[str, Any], devices: int) -> Mesh:
-    tp, pp, cp, ep = (values[each] for each in ("tp", "pp", "cp", "ep"))
+    tp, pp, cp, ep = (values[axis] for axis in ("tp", "pp", "cp", "ep"))
     ranks = data_ranks(devices, tp * pp * cp, config.file, f"tp {tp}, pp {pp} and cp {cp}")
     if ranks % ep:
         raise UserError(
@@ -129,7 +129,7 @@ def _number(config: Config, values: Mapping[str, Any], meaning: str) -> int:
 
 def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[str]) -> Blocks:
     layers, hidden, heads, seq_len = (
-        _number(config, values, each) for each in ("layers", "hidden_size", "heads", "seq_len")
+        _number(config, values, meaning) for meaning in ("layers", "hidden_size", "heads", "seq_len")
     )
     gated = values["swiglu"] or values["geglu"]
     ffn = values["ffn_hidden_size"] or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
@@ -216,18 +216,18 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
     first, last = values["first_stage_layers"], values["last_stage_layers"]
     if virtual == 1 and (first or last):
         middle = mesh.pp - bool(first) - bool(last)
-        each, rest = divmod(layers - int(first or 0) - int(last or 0), max(1, middle))
+        count, rest = divmod(layers - int(first or 0) - int(last or 0), max(1, middle))
         if not rest and middle:
-            blocks = [each] * mesh.pp
-            blocks[0], blocks[-1] = int(first or each), int(last or each)
+            blocks = [count] * mesh.pp
+            blocks[0], blocks[-1] = int(first or count), int(last or count)
             return 1, tuple(blocks)
     ends = values["embedding_in_split"] + values["loss_in_split"]
-    each, rest = divmod(layers + ends, stages)
+    count, rest = divmod(layers + ends, stages)
     if rest:
         raise UserError(
             f"{config.file}: {layers} layers do not divide among {stages} pipeline stages; Megatron-LM refuses that"
         )
-    blocks = [each] * stages
+    blocks = [count] * stages
     blocks[0] -= values["embedding_in_split"]
     blocks[-1] -= values["loss_in_split"]
     return virtual, tuple(blocks)
@@ -268,10 +268,10 @@ def _recomputed_modules(config: Config, values: Mapping[str, Any], notes: list[s
     """
     if _is_old(config):
         return "selective"
-    named = [*values["recompute_modules"], *(["moe"] if values["moe_recompute"] else [])]
-    if others := [each for each in named if each not in MODULES]:
+    modules = [*values["recompute_modules"], *(["moe"] if values["moe_recompute"] else [])]
+    if others := [module for module in modules if module not in MODULES]:
         notes.append(f"the recomputation of {', '.join(others)} is not predicted; memory will be smaller")
-    return "+".join(each for each in MODULES if each in named) or "none"
+    return "+".join(module for module in MODULES if module in modules) or "none"
 
 
 def _recomputed_blocks(method: str, count: int, model: Blocks, notes: list[str]) -> str:
@@ -323,15 +323,15 @@ def changes(config: Config, step: FrameworkRun, values: Mapping[str, Any] | None
         values: values by Megatron-LM's meanings (None: the configuration's).
     """
     values, mesh, layers = values or config.values, step.plan.mesh, step.model.layers
-    each = max(1, layers // mesh.pp // (step.plan.stages_per_rank or 1))
+    stage_layers = max(1, layers // mesh.pp // (step.plan.stages_per_rank or 1))
     others = {"recompute_method": None, "recompute_layers": None, "recompute_activations": None}
     if step.plan.recompute != "none":
         yield {"recompute": None, "recompute_modules": None, **others}
     mixture, latent = isinstance(step.model, MoE), bool(values["latent_attention"])
     modules = ["mla_up_proj"] * latent, ["layernorm"] * (mixture or latent), ["moe" if mixture else "mlp"]
     yield from ({"recompute": "selective", "recompute_modules": names, **others} for names in modules if names)
-    for count in sorted({1, 2, 4, each // 4, each // 2, each * 3 // 4} - {0}):
-        if count < each:
+    for count in sorted({1, 2, 4, stage_layers // 4, stage_layers // 2, stage_layers * 3 // 4} - {0}):
+        if count < stage_layers:
             yield {"recompute": "full", "recompute_method": "block", "recompute_layers": count}
     yield {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
     for meaning in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "tp_overlap"):

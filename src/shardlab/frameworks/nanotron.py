@@ -38,8 +38,10 @@ def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config
     """
     table = key_table(NAME)
     _, settings = read_yaml(text, file)
-    settings = [each for each in settings if each.value is not None or table.find(each.key) is None]
-    config = Config(table, file, (*settings, *(each._replace(key=each.key.removeprefix("--")) for each in overrides)))
+    settings = [setting for setting in settings if setting.value is not None or table.find(setting.key) is None]
+    config = Config(
+        table, file, (*settings, *(setting._replace(key=setting.key.removeprefix("--")) for setting in overrides))
+    )
     sizes = [config.values[axis] for axis in AXES]
     return replace(config, facts={"devices": Setting("parallelism", math.prod(sizes))})
 
@@ -91,7 +93,7 @@ def _model(config: Config, values: Mapping[str, Any], tp: int, notes: list[str])
         return with_written(find_model(config.model), {"seq_len": seq_len}, config.model)
     if values["mamba"] is not None:
         raise UserError(f"{config.file} describes Mamba layers, which are not predicted; give --model")
-    if not {"hidden_size", "layers"} & config.given.keys():
+    if not {"hidden_size", "layers"} & config.by_meaning.keys():
         raise UserError(
             f"{config.file} gives no sizes of a model ({config.table.keys['hidden_size'].name}); give --model"
         )
@@ -142,15 +144,15 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
     if mesh.tp > 1:
         yield {"tp_mode": "REDUCE_SCATTER", "tp_async": True}
     yield from other_micro_batches(step)
-    dp, tp, pp, each = values["dp"], values["tp"], values["pp"], values["accumulation"]
+    dp, tp, pp, accumulation = values["dp"], values["tp"], values["pp"], values["accumulation"]
     if dp % 2 == 0:
         if 2 * tp <= step.cluster.per_node:
-            yield {"dp": dp // 2, "tp": tp * 2, "accumulation": each * 2}
-        yield {"dp": dp // 2, "pp": pp * 2, "accumulation": each * 2}
-    if each % 2 == 0:
+            yield {"dp": dp // 2, "tp": tp * 2, "accumulation": accumulation * 2}
+        yield {"dp": dp // 2, "pp": pp * 2, "accumulation": accumulation * 2}
+    if accumulation % 2 == 0:
         if tp % 2 == 0:
-            yield {"dp": dp * 2, "tp": tp // 2, "accumulation": each // 2}
+            yield {"dp": dp * 2, "tp": tp // 2, "accumulation": accumulation // 2}
         if pp % 2 == 0:
-            yield {"dp": dp * 2, "pp": pp // 2, "accumulation": each // 2}
+            yield {"dp": dp * 2, "pp": pp // 2, "accumulation": accumulation // 2}
     if pp > 1:
         yield {"schedule": "1f1b"}

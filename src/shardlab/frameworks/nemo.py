@@ -29,10 +29,12 @@ def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config
     """
     table = key_table(NAME)
     _, settings = read_yaml(text, file)
-    given = [each._replace(key=each.key.lstrip("-+")) for each in overrides]
-    settings = resolve([*settings, *given])
-    settings = [each for each in settings if each.value is not None or table.find(each.key) is None]
-    return Config(table, file, tuple(settings), {FACTS[each.key]: each for each in settings if each.key in FACTS})
+    edits = [setting._replace(key=setting.key.lstrip("-+")) for setting in overrides]
+    settings = resolve([*settings, *edits])
+    settings = [setting for setting in settings if setting.value is not None or table.find(setting.key) is None]
+    return Config(
+        table, file, tuple(settings), {FACTS[setting.key]: setting for setting in settings if setting.key in FACTS}
+    )
 
 
 def values_of(config: Config) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
 
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
     """Yield changes that may save time or memory, as values by NeMo's meanings."""
-    own = {"distributed_optimizer": {"optimizer_name": "distributed_fused_adam"}}
+    translations = {"distributed_optimizer": {"optimizer_name": "distributed_fused_adam"}}
     for change in megatron.changes(config, step, values_of(config)):
         renamed: dict[str, Any] = {}
         for meaning, value in change.items():
@@ -81,6 +83,6 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
                 stages = step.model.layers // step.plan.mesh.pp // int(value or 1)
                 renamed["virtual_stages"] = stages
             elif meaning != "virtual_stages":
-                renamed |= own.get(meaning, {meaning: value})
+                renamed |= translations.get(meaning, {meaning: value})
         if all(config.table.keys[meaning].name for meaning in renamed):
             yield renamed

@@ -78,8 +78,8 @@ def read_python(text: str, file: str, name: str | None = None) -> PythonConfig:
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        where = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
-        raise UserError(f"{file} is no Python: {where}{getattr(error, 'msg', error)}") from None
+        location = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        raise UserError(f"{file} is no Python: {location}{getattr(error, 'msg', error)}") from None
     try:
         return _read_module(module, file, name)
     except RecursionError:
@@ -88,7 +88,7 @@ def read_python(text: str, file: str, name: str | None = None) -> PythonConfig:
 
 def _read_module(module: ast.Module, file: str, name: str | None) -> PythonConfig:
     reader = _Reader(file, module)
-    makers = [each for each in reader.functions if reader.makes_config(each)]
+    makers = [function for function in reader.functions if reader.makes_config(function)]
     if not makers:
         raise UserError(
             f"{file} has no function that returns a {CONFIG_CLASS} of torchtitan; name a file with one, or a TOML"
@@ -118,16 +118,16 @@ class _Reader:
 
     def __init__(self, file: str, module: ast.Module) -> None:
         self._file = file
-        self.functions = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
+        self.functions = {function.name: function for function in module.body if isinstance(function, ast.FunctionDef)}
         self.notes: list[str] = []
         self._globals: dict[str, Any] = {}
         self._family = ""
         self._reading: list[str] = []
         for statement in module.body:
             if isinstance(statement, ast.ImportFrom):
-                found = re.search(r"models\.(\w+)", statement.module or "")
-                if found and found[1] != "common":
-                    self._family = found[1]
+                match = re.search(r"models\.(\w+)", statement.module or "")
+                if match and match[1] != "common":
+                    self._family = match[1]
             elif isinstance(statement, ast.Assign):
                 self._assign(statement, self._globals)
 
@@ -138,8 +138,8 @@ class _Reader:
             return False
         if function.returns is not None:
             return ast.unparse(function.returns).strip("'\"").endswith(CONFIG_CLASS)
-        calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
-        return any(ast.unparse(each.func).endswith(CONFIG_CLASS) for each in calls)
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        return any(ast.unparse(node.func).endswith(CONFIG_CLASS) for node in calls)
 
     def settings_of(self, name: str) -> list[Setting]:
         """Return the settings that a function returns.
@@ -158,7 +158,7 @@ class _Reader:
                 break
             self._follow(statement, scope)
         self._reading.pop()
-        if not isinstance(result, list) or not all(isinstance(each, Setting) for each in cast(list[Any], result)):
+        if not isinstance(result, list) or not all(isinstance(setting, Setting) for setting in cast(list[Any], result)):
             raise UserError(
                 f"{self._file}: what {name} returns is not followed; return a {CONFIG_CLASS}, or a variable with one"
             )
@@ -190,7 +190,7 @@ class _Reader:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
-            return [self._value(each, scope) for each in node.elts]
+            return [self._value(element, scope) for element in node.elts]
         if isinstance(node, ast.Name) and node.id in scope:
             value = scope[node.id]
             return [*value] if isinstance(value, list) else value
@@ -198,32 +198,32 @@ class _Reader:
             value = self._value(node.operand, scope)
             return -value if isinstance(value, int | float) else _Unread(ast.unparse(node))
         if isinstance(node, ast.BinOp):
-            left, right = self._value(node.left, scope), self._value(node.right, scope)
+            first, second = self._value(node.left, scope), self._value(node.right, scope)
             apply = _NUMBERS.get(type(node.op))
-            if apply is not None and isinstance(left, int | float) and isinstance(right, int | float):
+            if apply is not None and isinstance(first, int | float) and isinstance(second, int | float):
                 try:
-                    return apply(left, right)
+                    return apply(first, second)
                 except (ArithmeticError, ValueError):
                     return _Unread(ast.unparse(node))
-        return self._called(node, scope) if isinstance(node, ast.Call) else _Unread(ast.unparse(node))
+        return self._call_value(node, scope) if isinstance(node, ast.Call) else _Unread(ast.unparse(node))
 
-    def _called(self, node: ast.Call, scope: Mapping[str, Any]) -> Any:
+    def _call_value(self, node: ast.Call, scope: Mapping[str, Any]) -> Any:
         name = ast.unparse(node.func)
         if name in self.functions and self.makes_config(name):
             return self.settings_of(name)
         fields = {
-            each.arg: (self._value(each.value, scope), each.value.lineno)
-            for each in node.keywords
-            if each.arg is not None
+            keyword.arg: (self._value(keyword.value, scope), keyword.value.lineno)
+            for keyword in node.keywords
+            if keyword.arg is not None
         }
         if name.endswith(CONFIG_CLASS):
-            found = [setting for key, (value, line) in fields.items() for setting in self._field(key, value, line)]
-            recomputed = any(each.key == "activation_checkpoint.mode" for each in found)
+            settings = [setting for key, (value, line) in fields.items() for setting in self._field(key, value, line)]
+            recomputed = any(setting.key == "activation_checkpoint.mode" for setting in settings)
             default = RECOMPUTATION["SelectiveAC"] if not recomputed else {}  # trainer.py: the class's default
-            return [*(Setting(key, value, node.lineno) for key, value in default.items()), *found]
-        if not node.args and not fields and (found := re.fullmatch(r"(llama3|qwen3|deepseek_v3|gpt_oss)_\w+", name)):
-            return [each._replace(line=node.lineno) for each in registry_settings(found[1], name)]
-        return Call(name, tuple(self._value(each, scope) for each in node.args), fields)
+            return [*(Setting(key, value, node.lineno) for key, value in default.items()), *settings]
+        if not node.args and not fields and (match := re.fullmatch(r"(llama3|qwen3|deepseek_v3|gpt_oss)_\w+", name)):
+            return [setting._replace(line=node.lineno) for setting in registry_settings(match[1], name)]
+        return Call(name, tuple(self._value(argument, scope) for argument in node.args), fields)
 
     def _field(self, key: str, value: Any, line: int) -> list[Setting]:
         """Return the settings of a field of the configuration."""
@@ -234,22 +234,24 @@ class _Reader:
         if key == "activation_checkpoint" and (value is None or isinstance(value, Call)):
             kind = "" if value is None else value.name.removesuffix(".Config")
             if value is None or kind in RECOMPUTATION:
-                found = RECOMPUTATION.get(kind, {"activation_checkpoint.mode": "none"})
-                more = {} if value is None else {f"{key}.{name}": each for name, (each, _) in value.fields.items()}
-                return [Setting(name, each, line) for name, each in (found | more).items()]
+                defaults = RECOMPUTATION.get(kind, {"activation_checkpoint.mode": "none"})
+                fields = {} if value is None else {f"{key}.{name}": item for name, (item, _) in value.fields.items()}
+                return [Setting(name, item, line) for name, item in (defaults | fields).items()]
         if not isinstance(value, Call):
             return [Setting(key, str(value) if isinstance(value, _Unread) else value, line)]
         if value.name == "default_adamw":
             return [Setting("optimizer.name", "AdamW", line)]
         if not value.name.rpartition(".")[2][:1].isupper():  # a function, whose result is not known
             return [Setting(key, f"{UNSET}{value.name}(...)}}", line)]
-        return [each for name, (inner, at) in value.fields.items() for each in self._field(f"{key}.{name}", inner, at)]
+        return [
+            setting for name, (inner, at) in value.fields.items() for setting in self._field(f"{key}.{name}", inner, at)
+        ]
 
     def _model(self, value: Any, line: int) -> list[Setting]:
         if not isinstance(value, Call) or not value.name.endswith("model_registry"):
             return [Setting("model.flavor", f"{UNSET}model_spec}}", line)]
         flavor = value.arguments[0] if value.arguments else value.fields.get("flavor", ("", line))[0]
-        found = [Setting("model.name", self._family or "llama3", line), Setting("model.flavor", str(flavor), line)]
+        settings = [Setting("model.name", self._family or "llama3", line), Setting("model.flavor", str(flavor), line)]
         converters, at = value.fields.get("converters", ([], line))
-        names = [each.name.partition(".")[0] for each in converters if isinstance(each, Call)]
-        return [*found, Setting("model.converters", [name.lower() for name in names], at)]
+        names = [converter.name.partition(".")[0] for converter in converters if isinstance(converter, Call)]
+        return [*settings, Setting("model.converters", [name.lower() for name in names], at)]

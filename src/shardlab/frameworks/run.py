@@ -147,8 +147,8 @@ def _units(blocks: Sequence[int], units: int) -> tuple[int, ...]:
         blocks: number of blocks of each stage.
         units: number of all units. They are blocks, or half-blocks and the head.
     """
-    each = units // sum(blocks)
-    counts = [each * count for count in blocks]
+    per_block = units // sum(blocks)
+    counts = [per_block * count for count in blocks]
     counts[-1] += units - sum(counts)
     return tuple(counts) if min(counts) > 0 else ()
 
@@ -184,22 +184,22 @@ def cut_batch(file: str, sequences: int, micro_batch_size: int, ranks: int) -> i
     Raises:
         UserError: if the data-parallel ranks do not all get the same number of microbatches.
     """
-    each, rest = divmod(sequences, micro_batch_size * ranks)
-    if rest or not each:
+    microbatches, rest = divmod(sequences, micro_batch_size * ranks)
+    if rest or not microbatches:
         raise UserError(
             f"{file}: a global batch of {sequences:,} does not divide among {counted(ranks, 'data-parallel rank')} "
             f"with microbatches of {micro_batch_size}; it must be a multiple of {micro_batch_size * ranks:,}"
         )
-    return each * ranks
+    return microbatches * ranks
 
 
 def other_micro_batches(step: FrameworkRun) -> Iterator[dict[str, int]]:
     """Yield changes to half and to twice the microbatch size with the same global batch, as values by meaning."""
-    size, each = step.micro_batch_size, step.microbatches // step.plan.data_ranks
+    size, accumulation = step.micro_batch_size, step.microbatches // step.plan.data_ranks
     if size % 2 == 0:
-        yield {"micro_batch_size": size // 2, "accumulation": each * 2}
-    if each % 2 == 0:
-        yield {"micro_batch_size": size * 2, "accumulation": each // 2}
+        yield {"micro_batch_size": size // 2, "accumulation": accumulation * 2}
+    if accumulation % 2 == 0:
+        yield {"micro_batch_size": size * 2, "accumulation": accumulation // 2}
 
 
 def model_words(model: Blocks) -> str:
@@ -223,7 +223,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 def known_optimizer(name: Any, notes: list[str]) -> Optimizer:
     """Return the optimizer that a framework calls `name`, in any case; AdamW, with a note, if the name is unknown."""
-    found = OPTIMIZERS.get(str(name).lower())
-    if found is None:
+    optimizer = OPTIMIZERS.get(str(name).lower())
+    if optimizer is None:
         notes.append(f"optimizer {name} is predicted as AdamW")
-    return found or "adamw"
+    return optimizer or "adamw"

@@ -62,10 +62,13 @@ class Setting(NamedTuple):
 
 def change_text(settings: Sequence[Setting]) -> str:
     """Describe a change in one line: its new settings, the keys that it removes, and the lines of the file."""
-    added, left = [each.text for each in settings if not each.removed], [each.key for each in settings if each.removed]
-    lines = sorted({each.line for each in settings if each.line})
-    joined = " ".join(added) if all(each.startswith("--") for each in added) else " and ".join(added)
-    parts = [*([joined] if added else []), *([f"without {', '.join(left)}"] if left else [])]
+    added, removed = (
+        [setting.text for setting in settings if not setting.removed],
+        [setting.key for setting in settings if setting.removed],
+    )
+    lines = sorted({setting.line for setting in settings if setting.line})
+    joined = " ".join(added) if all(text.startswith("--") for text in added) else " and ".join(added)
+    parts = [*([joined] if added else []), *([f"without {', '.join(removed)}"] if removed else [])]
     return " ".join([*parts, *([f"(line {', '.join(map(str, lines))})"] if lines else [])])
 
 
@@ -109,11 +112,11 @@ class Key:
         kind = self.kind if self.default is None else type(self.default).__name__
         if not kind or value is None:
             return value
-        convert, wanted = _KINDS[kind]
+        convert, expected = _KINDS[kind]
         try:
             return convert(value)
         except (ValueError, TypeError, KeyError, OverflowError):
-            raise UserError(f"{setting.place}: {setting.key} is {value!r}; give {wanted}") from None
+            raise UserError(f"{setting.place}: {setting.key} is {value!r}; give {expected}") from None
 
 
 def _as_bool(value: Any) -> bool:
@@ -232,13 +235,13 @@ class Config:
     model: str = ""
 
     @cached_property
-    def given(self) -> dict[str, Setting]:
+    def by_meaning(self) -> dict[str, Setting]:
         """The last setting of each meaning that the file has."""
-        found: dict[str, Setting] = {}
+        settings: dict[str, Setting] = {}
         for setting in self.settings:
             if (key := self.table.find(setting.key)) is not None:
-                found[key.meaning] = setting
-        return found
+                settings[key.meaning] = setting
+        return settings
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -248,49 +251,49 @@ class Config:
             UserError: if a value has the wrong type, is below 1 although it counts something, or is a variable without
                 a value.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         unset: dict[str, Setting] = {}
         for meaning, key in self.table.keys.items():
-            setting = self.given.get(meaning)
+            setting = self.by_meaning.get(meaning)
             if setting is None or (key.default == "" and UNSET in str(setting.value)):
-                found[meaning] = key.default
+                values[meaning] = key.default
             elif UNSET in str(setting.value):
                 unset[setting.key] = setting
             else:
-                found[meaning] = key.read(setting)
-                if meaning in COUNTS and found[meaning] is not None and found[meaning] < 1:
+                values[meaning] = key.read(setting)
+                if meaning in COUNTS and values[meaning] is not None and values[meaning] < 1:
                     raise UserError(f"{setting.place}: {setting.key} is {setting.value}; give 1 or more")
         if unset:
-            names = ", ".join(f"{key} ({each.place}: {each.value})" for key, each in unset.items())
+            names = ", ".join(f"{key} ({setting.place}: {setting.value})" for key, setting in unset.items())
             first = next(iter(unset.values()))
             raise UserError(
                 f"{self.file} does not set the variables of {names}; give them after --, as in -- {first.key} VALUE"
             )
-        return found
+        return values
 
     @cached_property
     def understood(self) -> list[Setting]:
         """Settings that have a meaning, and that no later setting replaces."""
-        return [each for each in self.settings if each in self.given.values()]
+        return [setting for setting in self.settings if setting in self.by_meaning.values()]
 
     @cached_property
     def ignored(self) -> list[Reason]:
         """Settings that do not change the time or the memory of a step."""
-        found = [(each, self.table.reason_to_ignore(each.key)) for each in self._others]
-        return [Reason(each, reason) for each, reason in found if reason is not None]
+        pairs = [(setting, self.table.reason_to_ignore(setting.key)) for setting in self._others]
+        return [Reason(setting, reason) for setting, reason in pairs if reason is not None]
 
     @cached_property
     def unpredicted(self) -> list[Reason]:
         """Settings that matter, but that the prediction does not follow."""
-        found = [(each, self.table.reason_unpredicted(each.key)) for each in self._last]
-        return [Reason(each, reason) for each, reason in found if reason is not None and each.value not in OFF]
+        pairs = [(setting, self.table.reason_unpredicted(setting.key)) for setting in self._last]
+        return [Reason(setting, reason) for setting, reason in pairs if reason is not None and setting.value not in OFF]
 
     @cached_property
     def unknown(self) -> list[Setting]:
         """Settings whose keys are not known."""
         reasons = self.table.reason_unpredicted, self.table.reason_to_ignore
-        others = [each for each in self._others if each.value not in (None, {}, [])]
-        return [each for each in others if not any(reason(each.key) for reason in reasons)]
+        others = [setting for setting in self._others if setting.value not in (None, {}, [])]
+        return [setting for setting in others if not any(reason(setting.key) for reason in reasons)]
 
     @property
     def version(self) -> str:
@@ -304,12 +307,12 @@ class Config:
     @property
     def _last(self) -> list[Setting]:
         """The last setting of each key."""
-        return list({each.key: each for each in self.settings}.values())
+        return list({setting.key: setting for setting in self.settings}.values())
 
     @property
     def _others(self) -> list[Setting]:
         """The last setting of each key that has no meaning."""
-        return [each for each in self._last if self.table.find(each.key) is None]
+        return [setting for setting in self._last if self.table.find(setting.key) is None]
 
     def with_meanings(self, changes: Mapping[str, Any]) -> Config:
         """Return this configuration with other values of some meanings.
@@ -318,15 +321,15 @@ class Config:
         the key.
         """
         changed = [key for meaning, key in self.table.keys.items() if meaning in changes]
-        kept = [each for each in self.settings if self.table.find(each.key) not in changed]
+        unchanged = [setting for setting in self.settings if self.table.find(setting.key) not in changed]
         added = [self.edit(meaning, value) for meaning, value in changes.items() if value is not None]
-        return replace(self, settings=(*kept, *added))
+        return replace(self, settings=(*unchanged, *added))
 
     def edit(self, meaning: str, value: Any) -> Setting:
         """Return the setting that gives a meaning a value, with the key and line of this file if it has the meaning."""
-        was = self.given.get(meaning)
+        old = self.by_meaning.get(meaning)
         new = self.table.write(meaning, value)
-        return new if was is None else Setting(was.key, new.value, was.line)
+        return new if old is None else Setting(old.key, new.value, old.line)
 
     def fact(self, name: str) -> int | None:
         """Return a number of `facts` (None: the file does not give it, or gives a variable without a value)."""
@@ -339,7 +342,7 @@ class Config:
         """Number of devices on which the file starts a training (None: it does not say)."""
         if (devices := self.fact("devices")) is not None:
             return devices
-        each, nodes = self.fact("per_node"), self.fact("nodes")
-        if each is None or (nodes is None and "nodes" in self.facts):
+        per_node, nodes = self.fact("per_node"), self.fact("nodes")
+        if per_node is None or (nodes is None and "nodes" in self.facts):
             return None
-        return each * (nodes or 1)
+        return per_node * (nodes or 1)

@@ -70,8 +70,8 @@ def run_script(text: str, variables: Mapping[str, str] | None = None) -> Script:
     fixed = dict(variables or {})
     script.variables |= {name: [Word(value, 0)] for name, value in fixed.items()}
     for number, line in enumerate(text.splitlines(), 1):
-        if found := re.match(r"#(?:SBATCH|PBS|BSUB)\s+(.*)", line):
-            script.directives += [Word(word, number) for word in found[1].split("#")[0].replace("=", " ").split()]
+        if match := re.match(r"#(?:SBATCH|PBS|BSUB)\s+(.*)", line):
+            script.directives += [Word(word, number) for word in match[1].split("#")[0].replace("=", " ").split()]
     _Runner(script, fixed, list(tokens(text))).block(frozenset(), active=True)
     return script
 
@@ -80,7 +80,7 @@ def tokens(text: str) -> Iterator[Token]:
     """Yield the words and operators of a script. Comments and the text of here-documents are left out."""
     at, line, size = 0, 1, len(text)
     word, begin = "", 1
-    waiting: list[str] = []  # ends of here-documents
+    delimiters: list[str] = []  # ends of here-documents
     while at < size:
         char = text[at]
         if char == "\\" and at + 1 < size:
@@ -103,33 +103,33 @@ def tokens(text: str) -> Iterator[Token]:
             word = ""
             at += 1
             continue
-        found = next((each for each in OPERATORS if text.startswith(each, at)), "")
-        if found or char in " \t\r" or (char == "#" and not word):
-            if found[:1] in (">", "<") and found and word.isdecimal():  # a file's number, as in 2>&1
+        symbol = next((candidate for candidate in OPERATORS if text.startswith(candidate, at)), "")
+        if symbol or char in " \t\r" or (char == "#" and not word):
+            if symbol[:1] in (">", "<") and symbol and word.isdecimal():  # a file's number, as in 2>&1
                 word = ""
             if word:
                 yield Token(word, begin)
-                if waiting and waiting[-1] == "":
-                    waiting[-1] = word.strip("'\"")
+                if delimiters and delimiters[-1] == "":
+                    delimiters[-1] = word.strip("'\"")
                 word = ""
             if char == "#":
                 at = text.find("\n", at) if "\n" in text[at:] else size
                 continue
-            if found:
-                if found == "<<":
-                    waiting.append("")
+            if symbol:
+                if symbol == "<<":
+                    delimiters.append("")
                     at += text.startswith("<<-", at)
-                yield Token(found, line, is_operator=True)
-            line += found == "\n"
-            at += len(found) or 1
-            if found == "\n" and waiting and all(waiting):
-                while waiting and at < size:
+                yield Token(symbol, line, is_operator=True)
+            line += symbol == "\n"
+            at += len(symbol) or 1
+            if symbol == "\n" and delimiters and all(delimiters):
+                while delimiters and at < size:
                     stop = text.find("\n", at)
                     stop = size if stop < 0 else stop
-                    if text[at:stop].strip() == waiting[0]:
-                        waiting.pop(0)
+                    if text[at:stop].strip() == delimiters[0]:
+                        delimiters.pop(0)
                     at, line = min(size, stop + 1), line + 1
-                waiting.clear()
+                delimiters.clear()
             continue
         begin = begin if word else line
         word += char
@@ -204,18 +204,18 @@ class _Runner:
         return ""
 
     def _if(self, *, active: bool) -> None:
-        line, taken = self.tokens[self.at].line if self.at < len(self.tokens) else 0, False
+        line, decided = self.tokens[self.at].line if self.at < len(self.tokens) else 0, False
         word = "if"
         while word in ("if", "elif"):
-            condition = [each for each in self._until("then") if each.text not in (";", "\n")]
-            known = self._test(condition) if active and not taken else False
-            if known is None:
-                text = " ".join(each.text for each in condition)
+            condition = [token for token in self._until("then") if token.text not in (";", "\n")]
+            holds = self._test(condition) if active and not decided else False
+            if holds is None:
+                text = " ".join(token.text for token in condition)
                 self.script.notes.append(f"line {line}: the condition {text} is not known, and counts as false")
-            word = self.block(frozenset({"elif", "else", "fi"}), active=active and not taken and known is True)
-            taken = taken or known is True
+            word = self.block(frozenset({"elif", "else", "fi"}), active=active and not decided and holds is True)
+            decided = decided or holds is True
         if word == "else":
-            self.block(frozenset({"fi"}), active=active and not taken)
+            self.block(frozenset({"fi"}), active=active and not decided)
 
     def _until(self, *ends: str) -> Sequence[Token]:
         """Go to the next token that is one of `ends`, and return the tokens before it."""
@@ -228,32 +228,32 @@ class _Runner:
         """Return whether a condition holds (None: it depends on a value that is not known)."""
         for place, token in enumerate(condition):
             if token.is_operator and token.text in ("&&", "||"):
-                both = self._test(condition[:place]), self._test(condition[place + 1 :])
+                results = self._test(condition[:place]), self._test(condition[place + 1 :])
                 decisive = token.text == "||"
-                return decisive if decisive in both else None if None in both else not decisive
-        words = ["".join(each.text for each in self.expand(token)) for token in condition if not token.is_operator]
+                return decisive if decisive in results else None if None in results else not decisive
+        words = ["".join(piece.text for piece in self.expand(token)) for token in condition if not token.is_operator]
         if not words or words[0] not in ("[", "[[", "test"):
             return None
         words = [word for word in words[1:] if word not in ("]", "]]")]
         inverted = bool(words) and words[0] == "!"
-        found = _compare(words[inverted:])
-        return found if found is None else found != inverted
+        result = _compare(words[inverted:])
+        return result if result is None else result != inverted
 
     def _case(self, *, active: bool) -> None:
         head = self._until("in")
         subject = "".join(word.text for word in self.expand(head[0])) if head else ""
         self.at += 1
-        known, taken = UNSET not in subject, False
-        if active and not known:
+        is_known, decided = UNSET not in subject, False
+        if active and not is_known:
             self.script.notes.append(f"line {head[0].line}: the case of {subject} is not known, and none is followed")
         while self.at < len(self.tokens):
-            patterns = [each.text.strip("\"'") for each in self._until(")", "esac") if not each.is_operator]
+            patterns = [token.text.strip("\"'") for token in self._until(")", "esac") if not token.is_operator]
             if self.at >= len(self.tokens) or self.tokens[self.at].text == "esac":
                 self.at += 1
                 return
             self.at += 1
-            fits = known and not taken and any(fnmatchcase(subject, each) for each in patterns)
-            taken = taken or fits
+            fits = is_known and not decided and any(fnmatchcase(subject, pattern) for pattern in patterns)
+            decided = decided or fits
             if self.block(frozenset({";;", "esac"}), active=active and fits) != ";;":
                 return
 
@@ -264,14 +264,14 @@ class _Runner:
             token = self.tokens[self.at]
             if token.is_operator:
                 if token.text in (">", ">>", "<", "<<", "<<<"):
-                    duplicates = [each.text for each in self.tokens[self.at + 1 : self.at + 2]] == ["&"]
+                    duplicates = [next_token.text for next_token in self.tokens[self.at + 1 : self.at + 2]] == ["&"]
                     self.at += 3 if duplicates else 2
                     continue
                 break
             self.at += 1
-            found = re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", token.text, re.DOTALL)
-            if found and (declares or not words):
-                self._assign(found[1], bool(found[2]), Token(found[3], token.line), active=active)
+            assignment = re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", token.text, re.DOTALL)
+            if assignment and (declares or not words):
+                self._assign(assignment[1], bool(assignment[2]), Token(assignment[3], token.line), active=active)
             elif not words and token.text in ("export", "local", "readonly", "declare", "typeset"):
                 declares = True
             elif not (declares and token.text.startswith("-")) and active:
@@ -288,8 +288,8 @@ class _Runner:
             self.at += 1
         else:
             text = " ".join(word.text for word in self.expand(value, split=False))
-            before = (self.script.value(name) if adds else None) or Word("", value.line)
-            words = [Word(before.text + text, before.line)]
+            old_word = (self.script.value(name) if adds else None) or Word("", value.line)
+            words = [Word(old_word.text + text, old_word.line)]
         if active and name not in self.fixed:
             self.script.variables[name] = words
 
@@ -349,8 +349,8 @@ class _Runner:
                 end = at + 2
                 yield raw[at + 1 : end], True, line
             else:
-                found = re.match(r"[^'\"$\\`]+", raw[at:])
-                end = at + (len(found[0]) if found else 1)
+                match = re.match(r"[^'\"$\\`]+", raw[at:])
+                end = at + (len(match[0]) if match else 1)
                 yield raw[at:end], True, line
             line += raw.count("\n", at, end)
             at = end
@@ -364,11 +364,11 @@ class _Runner:
                 yield (value, True, line) if isinstance(value, list) else (value.text, True, line)
             elif text[at] == "\\" and at + 1 < len(text):
                 end = at + 2
-                kept = text[at + 1] in '"$`\\\n'
-                yield ("\n" if text[at + 1] == "\n" else text[at + 1]) if kept else text[at:end], True, line
+                is_escape = text[at + 1] in '"$`\\\n'
+                yield ("\n" if text[at + 1] == "\n" else text[at + 1]) if is_escape else text[at:end], True, line
             else:
-                found = re.match(r"[^$\\`]+", text[at:])
-                end = at + (len(found[0]) if found else 1)
+                match = re.match(r"[^$\\`]+", text[at:])
+                end = at + (len(match[0]) if match else 1)
                 yield text[at:end], True, line
             line += text.count("\n", at, end)
             at = end
@@ -382,16 +382,16 @@ class _Runner:
             return self._parameter(text[at + 2 : end - 1], line), end
         if end > at:  # the output of a command, which is not known
             return Word(f"{UNSET}{text[at:end].strip('$`()')}}}".replace(" ", "_"), line), end
-        if found := re.match(r"\$([A-Za-z_]\w*|[0-9@*#?])", text[at:]):
-            words = self.script.variables.get(found[1])
-            return words[0] if words else Word(f"{UNSET}{found[1]}}}", line), at + len(found[0])
+        if match := re.match(r"\$([A-Za-z_]\w*|[0-9@*#?])", text[at:]):
+            words = self.script.variables.get(match[1])
+            return words[0] if words else Word(f"{UNSET}{match[1]}}}", line), at + len(match[0])
         return Word("$", line), at + 1
 
     def _parameter(self, inner: str, line: int) -> Word | list[Word]:
-        found = re.fullmatch(r"(#?)([A-Za-z_]\w*|[0-9@])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*)|(.*))", inner, re.DOTALL)
-        if found is None:
+        match = re.fullmatch(r"(#?)([A-Za-z_]\w*|[0-9@])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*)|(.*))", inner, re.DOTALL)
+        if match is None:
             return Word(f"{UNSET}{inner}}}", line)
-        counts, name, index, operation, other, rest = found.groups()
+        counts, name, index, operation, other, rest = match.groups()
         words = self.script.variables.get(name)
         if counts:
             return Word(str(len(words or [])), line)
@@ -414,8 +414,8 @@ class _Runner:
         return words[place] if place < len(words) else Word("", line)
 
     def _arithmetic(self, text: str) -> str:
-        def value(found: re.Match[str]) -> str:
-            words = self.script.variables.get(found[1])
+        def value(match: re.Match[str]) -> str:
+            words = self.script.variables.get(match[1])
             return words[0].text if words else "?"
 
         expanded = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", value, text).strip()
@@ -427,12 +427,12 @@ class _Runner:
 
 def _changed(value: str, change: str) -> str:
     """Return the value of ${A%B}, ${A##B} and ${A//B/C} for patterns without wildcards ("": any other change)."""
-    if found := re.fullmatch(r"%%?([^*?]+)", change):
-        return value.removesuffix(found[1])
-    if found := re.fullmatch(r"##?([^*?]+)", change):
-        return value.removeprefix(found[1])
-    if found := re.fullmatch(r"//?([^*?/]+)/([^/]*)", change):
-        return value.replace(found[1], found[2])
+    if match := re.fullmatch(r"%%?([^*?]+)", change):
+        return value.removesuffix(match[1])
+    if match := re.fullmatch(r"##?([^*?]+)", change):
+        return value.removeprefix(match[1])
+    if match := re.fullmatch(r"//?([^*?/]+)/([^/]*)", change):
+        return value.replace(match[1], match[2])
     return ""
 
 
@@ -462,18 +462,18 @@ def _compare(words: Sequence[str]) -> bool | None:
         return words[0] == "-z"
     if any(UNSET in word for word in words) or len(words) != 3:
         return None
-    left, test, right = words
+    first, test, second = words
     if test in ("==", "="):
-        return fnmatchcase(left, right)
+        return fnmatchcase(first, second)
     if test == "!=":
-        return not fnmatchcase(left, right)
+        return not fnmatchcase(first, second)
     tests: dict[str, Callable[[int, int], bool]] = {
         **{"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt},
         **{"-ge": operator.ge, "-lt": operator.lt, "-le": operator.le},
     }
-    if test not in tests or not re.fullmatch(r"-?\d+", left) or not re.fullmatch(r"-?\d+", right):
+    if test not in tests or not re.fullmatch(r"-?\d+", first) or not re.fullmatch(r"-?\d+", second):
         return None
-    return tests[test](int(left), int(right))
+    return tests[test](int(first), int(second))
 
 
 FLAG = re.compile(r"--?[A-Za-z][\w.:-]*(=.*)?", re.DOTALL)
@@ -485,13 +485,13 @@ def flags_of(words: Sequence[Word]) -> list[Setting]:
     >>> [tuple(each) for each in flags_of([Word("--tp", 1), Word("2", 1), Word("--bf16", 2), Word("--lr=1e-4", 3)])]
     [('--tp', '2', 1), ('--bf16', True, 2), ('--lr', '1e-4', 3)]
     """
-    found: list[Setting] = []
+    settings: list[Setting] = []
     values: list[str] = []
     name, line = "", 0
 
     def close() -> None:
         if name:
-            found.append(Setting(name, values[0] if len(values) == 1 else list(values) if values else True, line))
+            settings.append(Setting(name, values[0] if len(values) == 1 else list(values) if values else True, line))
 
     for word in words:
         if FLAG.fullmatch(word.text):
@@ -501,4 +501,4 @@ def flags_of(words: Sequence[Word]) -> list[Setting]:
         elif name:
             values.append(word.text)
     close()
-    return found
+    return settings

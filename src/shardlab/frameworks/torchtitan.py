@@ -64,14 +64,14 @@ def read_toml(text: str, file: str) -> list[Setting]:
 
 def _lines(text: str) -> dict[str, int]:
     """Return the line of each key of a TOML file."""
-    found: dict[str, int] = {}
+    lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):
         if head := re.match(r"\s*\[([^\[\]]+)\]", line):
             section = head[1].strip() + "."
         elif key := re.match(r"\s*([\w.\"-]+)\s*=", line):
-            found[section + key[1].strip('"')] = number
-    return found
+            lines[section + key[1].strip('"')] = number
+    return lines
 
 
 def read_arguments(arguments: Sequence[Setting]) -> tuple[list[Setting], dict[str, str]]:
@@ -94,13 +94,13 @@ def registry_settings(module: str, config: str) -> list[Setting]:
     Raises:
         UserError: if the function is not known.
     """
-    known = cast(dict[str, dict[str, Any]], key_table(NAME).data["registry"])
-    if config not in known:
+    registry = cast(dict[str, dict[str, Any]], key_table(NAME).data["registry"])
+    if config not in registry:
         raise UserError(
             f"--config {config} is a function of torchtitan's registry that is not known here; "
-            f"{suggest_name(config, known)}"
+            f"{suggest_name(config, registry)}"
         )
-    return [Setting("model.name", module or "llama3"), *(Setting(key, each) for key, each in known[config].items())]
+    return [Setting("model.name", module or "llama3"), *(Setting(key, item) for key, item in registry[config].items())]
 
 
 def run(config: Config, cluster: Cluster) -> FrameworkRun:
@@ -138,12 +138,12 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
 
 def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
     family, flavor = values["model_name"], values["model_flavor"]
-    known = cast(dict[str, dict[str, Any]], config.table.data["models"])
+    models = cast(dict[str, dict[str, Any]], config.table.data["models"])
     family = "llama3" if family in ("llama", "llama3_ft", "llama3_simple_fsdp") else family
     if config.model:
         return config.model, with_written(find_model(config.model), {"seq_len": values["seq_len"]}, config.model)
     plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
-    row = known.get(f"{family}/{plain}")
+    row = models.get(f"{family}/{plain}")
     unsaid = cast(dict[str, str], config.table.data["unsaid"])
     if row is None and family in unsaid:
         raise UserError(
@@ -153,28 +153,28 @@ def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
     if row is None:
         raise UserError(
             f"{config.file}: the sizes of model {family}, flavor {flavor}, are not known here; give --model, or "
-            f"one of {', '.join(sorted(known))}"
+            f"one of {', '.join(sorted(models))}"
         )
-    written = {key: value for key, value in row.items() if key != "model"}
-    model = with_written(find_model(row["model"]), written | {"seq_len": values["seq_len"]}, f"{family}/{flavor}")
+    sizes = {key: value for key, value in row.items() if key != "model"}
+    model = with_written(find_model(row["model"]), sizes | {"seq_len": values["seq_len"]}, f"{family}/{flavor}")
     return f"{family} {flavor}", model
 
 
 def _mesh(config: Config, values: Mapping[str, Any], devices: int) -> Mesh:
-    tp, pp, cp, ep, replicas, shards = (values[each] for each in ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard"))
+    tp, pp, cp, ep, replicas, shards = (values[axis] for axis in ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard"))
     words = f"tp {tp}, pp {pp}, cp {cp} and {replicas} replicas"
-    left = data_ranks(devices, tp * pp * cp * replicas, config.file, words)
-    if shards not in (-1, left):
+    ranks = data_ranks(devices, tp * pp * cp * replicas, config.file, words)
+    if shards not in (-1, ranks):
         raise UserError(
             f"{config.file}: data_parallel_shard_degree is {shards}, but the cluster's {devices:,} devices leave "
-            f"{left} beside {words}; give a --cluster of {shards * tp * pp * cp * replicas} devices, or -1"
+            f"{ranks} beside {words}; give a --cluster of {shards * tp * pp * cp * replicas} devices, or -1"
         )
-    if ep > 1 and left % ep:
+    if ep > 1 and ranks % ep:
         raise UserError(
-            f"{config.file}: expert_parallel_degree is {ep}, which does not divide the {left} sharding ranks; others "
+            f"{config.file}: expert_parallel_degree is {ep}, which does not divide the {ranks} sharding ranks; others "
             "are not predicted"
         )
-    return Mesh(pp=pp, dp_replicate=replicas, dp_shard=left // ep, cp=cp, tp=tp, ep=ep)
+    return Mesh(pp=pp, dp_replicate=replicas, dp_shard=ranks // ep, cp=cp, tp=tp, ep=ep)
 
 
 def _schedule(values: Mapping[str, Any], notes: list[str]) -> str:
@@ -199,7 +199,7 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
     stages = mesh.pp * (1 if one else 2)
     first, last = values["first_stage_less"], values["last_stage_less"]
     if values["split_points"]:
-        cuts = [int(found[1]) for point in values["split_points"] if (found := re.search(r"(\d+)$", point))]
+        cuts = [int(match[1]) for point in values["split_points"] if (match := re.search(r"(\d+)$", point))]
         bounds = [0, *cuts, model.layers]
         return max(1, (len(cuts) + 1) // mesh.pp), tuple(end - begin for begin, end in pairwise(bounds))
     if values["module_fqns"]:
@@ -217,8 +217,8 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
                 f"{config.file}: pipeline_parallel_layers_per_stage {values['layers_per_stage']} makes {stages} "
                 f"stages, which do not divide among {mesh.pp} pipeline ranks"
             )
-    each, more = divmod(model.layers + first + last, stages)
-    blocks = [each + (stage < more) for stage in range(stages)]
+    size, extra = divmod(model.layers + first + last, stages)
+    blocks = [size + (stage < extra) for stage in range(stages)]
     blocks[0] -= first
     blocks[-1] -= last
     return stages // mesh.pp, tuple(blocks) if min(blocks) > 0 else ()
@@ -238,8 +238,8 @@ def _recompute(config: Config, values: Mapping[str, Any], layers: int, notes: li
         return "per-op"
     if not option.isdecimal():
         raise UserError(f"{config.file}: selective_ac_option is {option!r}; give op or a whole number")
-    every = int(option)
-    return "full" if every < 2 else tuple(range(every - 1, layers, every))
+    interval = int(option)
+    return "full" if interval < 2 else tuple(range(interval - 1, layers, interval))
 
 
 def _recipe(config: Config, values: Mapping[str, Any]) -> Recipe:
@@ -257,9 +257,9 @@ def _recipe(config: Config, values: Mapping[str, Any]) -> Recipe:
 
 def _precision(values: Mapping[str, Any]) -> Precision:
     half = values["reduce_precision"] == "bfloat16"
-    if any("float8" in each for each in values["converters"]) or values["float8_2024"]:
+    if any("float8" in converter for converter in values["converters"]) or values["float8_2024"]:
         return find_precision("fp8" if half else "fp8-fp32-grads")
-    if any("mx" in each for each in values["converters"]):
+    if any("mx" in converter for converter in values["converters"]):
         return find_precision("mxfp8" if half else "mxfp8-fp32-grads")
     if values["dtype"] == "bfloat16":
         return find_precision("bf16-params")
@@ -273,16 +273,16 @@ def _batch(config: Config, values: Mapping[str, Any], mesh: Mesh, ranks: int) ->
     local = values["local_batch"]
     if values["microbatch_tokens"] is not None:  # tokens of one forward pass on a rank
         size = max(1, values["microbatch_tokens"] // values["seq_len"])
-        each = (values["pp_microbatches"] or 1) if mesh.pp > 1 else 1
+        microbatches = (values["pp_microbatches"] or 1) if mesh.pp > 1 else 1
         tokens = values["step_tokens"] or -1
-        sequences = size * each * ranks if tokens < 0 else tokens // values["seq_len"]
+        sequences = size * microbatches * ranks if tokens < 0 else tokens // values["seq_len"]
         return size, cut_batch(config.file, sequences, size, ranks)
     sequences = local * ranks if values["global_batch"] < 0 else values["global_batch"]
     if mesh.pp == 1:
         return local, cut_batch(config.file, sequences, local, ranks)
     if values["pp_microbatches"] is not None or config.version.startswith("2024"):
-        each = values["pp_microbatches"] or mesh.pp
-        size = max(1, local // each)
+        microbatches = values["pp_microbatches"] or mesh.pp
+        size = max(1, local // microbatches)
     else:
         size = values["micro_batch_size"]
     return size, cut_batch(config.file, sequences, size, ranks)
@@ -306,7 +306,7 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
             yield {"tp": tp, **free}
     if mesh.tp > 1 and not values["async_tp"]:
         yield {"async_tp": True}
-    yield from ({"reshard": each} for each in ("always", "never") if each != values["reshard"])
+    yield from ({"reshard": reshard} for reshard in ("always", "never") if reshard != values["reshard"])
     if step.cluster.nodes > 1 and mesh.dp_replicate == 1 and mesh.dp_shard > step.cluster.per_node:
         yield {"dp_replicate": step.cluster.nodes, **free}
     if mesh.dp_replicate > 1:

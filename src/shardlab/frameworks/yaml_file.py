@@ -49,13 +49,13 @@ def read_yaml(text: str, file: str) -> tuple[dict[str, Any], list[Setting]]:
     except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark is not None else ""
-        what = getattr(error, "problem", None) or "it cannot be read"
-        raise UserError(f"{file}{place} is no YAML: {what}") from None
+        problem = getattr(error, "problem", None) or "it cannot be read"
+        raise UserError(f"{file}{place} is no YAML: {problem}") from None
     if not isinstance(document, dict):
         raise UserError(f"{file} holds no table of keys; name a configuration")
     lines = dict(_lines(node))
-    found = [Setting(key, value, lines.get(key, 0)) for key, value in flat(cast(dict[Any, Any], document))]
-    return cast(dict[str, Any], document), found
+    settings = [Setting(key, value, lines.get(key, 0)) for key, value in flat(cast(dict[Any, Any], document))]
+    return cast(dict[str, Any], document), settings
 
 
 def read_json(text: str, file: str) -> tuple[dict[str, Any], list[Setting]]:
@@ -67,14 +67,14 @@ def read_json(text: str, file: str) -> tuple[dict[str, Any], list[Setting]]:
     try:
         json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{file}{where} is no JSON: {error}") from None
+        location = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{file}{location} is no JSON: {error}") from None
     return read_yaml(text.replace("\t", "  "), file)  # YAML includes JSON, and has the lines
 
 
-def flat(written: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def flat(table: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a table and its tables as "section.key", with their values."""
-    for name, value in written.items():
+    for name, value in table.items():
         if isinstance(value, dict) and value and depth < DEEPEST:
             yield from flat(cast(dict[Any, Any], value), f"{prefix}{name}.", depth + 1)
         else:
@@ -89,8 +89,8 @@ def _lines(node: yaml.Node | None, prefix: str = "", depth: int = 0) -> Iterator
             continue
         if key.tag == "tag:yaml.org,2002:merge":
             merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            for each in merged:
-                yield from _lines(each, prefix, depth + 1)
+            for mapping in merged:
+                yield from _lines(mapping, prefix, depth + 1)
             continue
         yield f"{prefix}{key.value}", key.start_mark.line + 1
         yield from _lines(value, f"{prefix}{key.value}.", depth + 1)
@@ -106,30 +106,30 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 def resolve(settings: list[Setting]) -> list[Setting]:
     """Return settings with OmegaConf's interpolations replaced: `${a.b}`, `${.b}` and `${multiply:4, ${.b}}`."""
-    values = {each.key: each.value for each in settings}
+    values = {setting.key: setting.value for setting in settings}
 
     def value_of(text: str, key: str, depth: int = 0) -> Any:
         if "${" not in text or depth > DEEPEST:
             return text
 
-        def one(found: re.Match[str]) -> str:
-            inner = found[1].strip()
+        def one(match: re.Match[str]) -> str:
+            inner = match[1].strip()
             if operation := re.fullmatch(r"(multiply|divide|add|eval):(.*)", inner):
                 numbers = re.split(r"[,*]", operation[2])
                 if all(re.fullmatch(r"\s*\d+\s*", number) for number in numbers):
                     return str(reduce(_OPERATIONS[operation[1]], map(int, numbers)))
-                return found[0]
+                return match[0]
             path = key.rsplit(".", 1)[0] + inner if inner.startswith(".") and "." in key else inner.lstrip(".")
-            known = values.get(path, values.get(path.removeprefix("training.")))  # the section of NeMo's launcher
-            return found[0] if known is None or known == text else str(known)
+            value = values.get(path, values.get(path.removeprefix("training.")))  # the section of NeMo's launcher
+            return match[0] if value is None or value == text else str(value)
 
         inner = re.sub(r"\$\{([^${}]*)\}", one, text)
         return value_of(inner, key, depth + 1) if inner != text else text
 
-    found: list[Setting] = []
-    for each in settings:
-        value = value_of(each.value, each.key) if isinstance(each.value, str) else each.value
-        if isinstance(value, str) and value != each.value and re.fullmatch(r"-?\d+", value):
+    resolved: list[Setting] = []
+    for setting in settings:
+        value = value_of(setting.value, setting.key) if isinstance(setting.value, str) else setting.value
+        if isinstance(value, str) and value != setting.value and re.fullmatch(r"-?\d+", value):
             value = int(value)
-        found.append(each._replace(value=value))
-    return found
+        resolved.append(setting._replace(value=value))
+    return resolved

@@ -51,8 +51,8 @@ def translate(step: Workload) -> Translation:
 
 
 def _batch(step: Workload) -> dict[str, Any]:
-    each = step.microbatches // plan_of(step).data_ranks
-    return {"micro_batch_size": step.micro_batch_size, "accumulation": each}
+    accumulation = step.microbatches // plan_of(step).data_ranks
+    return {"micro_batch_size": step.micro_batch_size, "accumulation": accumulation}
 
 
 def _program(step: Workload, unsaid: list[str]) -> dict[str, Any]:
@@ -65,16 +65,17 @@ def _program(step: Workload, unsaid: list[str]) -> dict[str, Any]:
     return {"seq_len": step.model.seq_len, **({"recompute": True} if recompute == "full" else {})}
 
 
-def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str, str]:
+def render(translation: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str, str]:
     """Return the texts of DeepSpeed's JSON and of the script."""
-    inside, flags = _divided(found, deepspeed.NAME, {})
+    keys, flags = _divide(translation, deepspeed.NAME, {})
     cluster = step.cluster
     start = f"deepspeed --num_nodes {cluster.nodes} --num_gpus {cluster.per_node} train.py --deepspeed {FILES[0]}"
-    batch = [f"{KEYS[meaning]} {found.values[meaning]}" for meaning in ("micro_batch_size", "accumulation")]
-    if "on_host" in found.values:
+    batch = [f"{KEYS[meaning]} {translation.values[meaning]}" for meaning in ("micro_batch_size", "accumulation")]
+    if "on_host" in translation.values:
         remarks = [*remarks, "the model must call deepspeed.checkpointing.checkpoint for each of its blocks"]
-    half = [f"--{name}" for name in ("bf16", "fp16") if found.values.get(name)]  # the Trainer checks that they agree
-    return json.dumps(nested(inside), indent=2) + "\n", _script(remarks, start, [*batch, *half, *flags])
+    # The Trainer checks that they agree.
+    half = [f"--{name}" for name in ("bf16", "fp16") if translation.values.get(name)]
+    return json.dumps(nested(keys), indent=2) + "\n", _script(remarks, start, [*batch, *half, *flags])
 
 
 def translate_accelerate(step: Workload) -> Translation:
@@ -94,41 +95,41 @@ def translate_accelerate(step: Workload) -> Translation:
     return Translation(values, tuple(unsaid), says_model=False, uncompared=OF_PYTORCH)
 
 
-def render_accelerate(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str, str]:
+def render_accelerate(translation: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str, str]:
     """Return the texts of accelerate's YAML and of the script."""
-    inside, flags = _divided(found, deepspeed.ACCELERATE, KEYS)
+    keys, flags = _divide(translation, deepspeed.ACCELERATE, KEYS)
     cluster = step.cluster
-    written = {"compute_environment": "LOCAL_MACHINE", **inside, "num_machines": cluster.nodes}
-    written |= {"num_processes": cluster.size, "machine_rank": 0, "main_training_function": "main", "use_cpu": False}
-    if found.values["kind"] == "FSDP":
-        written["fsdp_config.fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+    document = {"compute_environment": "LOCAL_MACHINE", **keys, "num_machines": cluster.nodes}
+    document |= {"num_processes": cluster.size, "machine_rank": 0, "main_training_function": "main", "use_cpu": False}
+    if translation.values["kind"] == "FSDP":
+        document["fsdp_config.fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
     start = f"accelerate launch --config_file {ACCELERATE_FILES[0]} train.py"
-    return commented(remarks) + as_yaml(nested(written)), _script(remarks, start, flags)
+    return commented(remarks) + as_yaml(nested(document)), _script(remarks, start, flags)
 
 
-def arguments(found: Translation, framework: str) -> tuple[str, ...]:
+def arguments(translation: Translation, framework: str) -> tuple[str, ...]:
     """Return the arguments of the training program that belong to the file, as words."""
-    _, flags = _divided(found, framework, KEYS if framework == deepspeed.ACCELERATE else {})
+    _, flags = _divide(translation, framework, KEYS if framework == deepspeed.ACCELERATE else {})
     return tuple(word for flag in flags for word in flag.split())
 
 
-def _divided(found: Translation, framework: str, names: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def _divide(translation: Translation, framework: str, names: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the keys of the file with their values, and the arguments of the training program."""
     table = key_table(framework)
-    inside: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     flags: list[str] = []
-    for meaning, value in found.values.items():
+    for meaning, value in translation.values.items():
         key = names.get(meaning, table.write(meaning, value).key)
         if key.startswith("--"):
             flags.append(key if value is True else f"{key} {value}")
         else:
-            inside[key] = value
-    return inside, flags
+            keys[key] = value
+    return keys, flags
 
 
 def _script(remarks: Sequence[str], start: str, flags: Sequence[str]) -> str:
-    more = (
+    hint = (
         "add --model_name_or_path, the data and the learning rate; train.py is your program with transformers.Trainer"
     )
     lines = [start, *flags, '"$@"']
-    return "#!/bin/bash\n" + commented([*remarks, more]) + " \\\n    ".join(lines) + "\n"
+    return "#!/bin/bash\n" + commented([*remarks, hint]) + " \\\n    ".join(lines) + "\n"

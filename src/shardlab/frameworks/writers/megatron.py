@@ -57,14 +57,15 @@ def translate(step: Workload) -> Translation:
         values["tp_overlap"] = True
     if switch_of(step, "attention") == "flash2" and not step.model.dropout:
         values["flash_attention"] = True
-    more = ["--cross-entropy-loss-fusion"] if switch_of(step, "loss_fusion") == "on" else []
-    more += EXPERTS.get(switch_of(step, "experts"), []) if "experts" in values else []
+    flags = ["--cross-entropy-loss-fusion"] if switch_of(step, "loss_fusion") == "on" else []
+    flags += EXPERTS.get(switch_of(step, "experts"), []) if "experts" in values else []
     values |= PRECISIONS.get(step.precision.name, {})
     if step.optimizer != "adamw":
         values["optimizer"] = step.optimizer
-    said = {"loss_fusion", "experts", *(["tp_overlap"] if mesh.tp == 1 else [])}
-    said |= {"dp_overlap"} if plan.data_ranks * mesh.cp == 1 or plan.zero_stage > 1 else set()  # Megatron-FSDP's own
-    return Translation(values, tuple(unsaid), more=tuple(more), uncompared=frozenset(said))
+    uncompared = {"loss_fusion", "experts", *(["tp_overlap"] if mesh.tp == 1 else [])}
+    # Megatron-FSDP has its own overlap.
+    uncompared |= {"dp_overlap"} if plan.data_ranks * mesh.cp == 1 or plan.zero_stage > 1 else set()
+    return Translation(values, tuple(unsaid), extra_flags=tuple(flags), uncompared=frozenset(uncompared))
 
 
 def _model(step: Workload, unsaid: list[str]) -> dict[str, Any]:
@@ -186,20 +187,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Meanings of the arguments in each array of the script. All other arguments are in the array TRAINING."""
 
 
-def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
+def render(translation: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
     """Return the text of the script of a translation."""
     cluster = step.cluster
-    more = (
+    hint = (
         "arguments of the data, the tokenizer, the learning rate and checkpoints follow the script: bash train.sh ..."
     )
-    lines = [commented([*remarks, more]), f"GPUS_PER_NODE={cluster.per_node}\nNNODES={cluster.nodes}\n"]
+    lines = [commented([*remarks, hint]), f"GPUS_PER_NODE={cluster.per_node}\nNNODES={cluster.nodes}\n"]
     placed = {meaning: group for group, meanings in GROUPS.items() for meaning in meanings}
     arrays, table = [*GROUPS, "TRAINING"], key_table(megatron.NAME)
     for array in arrays:
-        meanings = [meaning for meaning in found.values if placed.get(meaning, "TRAINING") == array]
-        settings = [table.write(meaning, found.values[meaning]) for meaning in meanings]
+        meanings = [meaning for meaning in translation.values if placed.get(meaning, "TRAINING") == array]
+        settings = [table.write(meaning, translation.values[meaning]) for meaning in meanings]
         extra = _numbers(cast(GPT, step.model)) if array == "MODEL" else []
-        flags = [*_flags(settings), *extra, *(found.more if array == "TRAINING" else ())]
+        flags = [*_flags(settings), *extra, *(translation.extra_flags if array == "TRAINING" else ())]
         if flags:
             lines.append(f"\n{array}=(\n" + "".join(f"    {flag}\n" for flag in flags) + ")\n")
     words = " ".join(f'"${{{array}[@]}}"' for array in arrays if any(line.startswith(f"\n{array}=") for line in lines))

@@ -64,8 +64,8 @@ def translate(step: Workload) -> Translation:
         unsaid.append(f"ZeRO-{plan.zero_stage}; nanotron has ZeRO-1")
     values |= {"zero": min(1, plan.zero_stage)}
     values |= {"optimizer": {"adamw": "adamW"}.get(step.optimizer, step.optimizer)}
-    each = step.microbatches // plan.data_ranks
-    values |= {"seq_len": step.model.seq_len, "micro_batch_size": step.micro_batch_size, "accumulation": each}
+    accumulation = step.microbatches // plan.data_ranks
+    values |= {"seq_len": step.model.seq_len, "micro_batch_size": step.micro_batch_size, "accumulation": accumulation}
     return Translation(values, tuple(unsaid))
 
 
@@ -93,22 +93,22 @@ def _model(step: Workload, unsaid: list[str]) -> dict[str, Any]:
     return values
 
 
-def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
+def render(translation: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
     """Return the text of the YAML file of a translation."""
     model = cast(GPT, step.model)
-    written, keys = dict(YOURS), key_table(nanotron.NAME).keys
-    written |= {keys[meaning].name: value for meaning, value in found.values.items()}
-    inside = "model.model_config."
+    document, keys = dict(YOURS), key_table(nanotron.NAME).keys
+    document |= {keys[meaning].name: value for meaning, value in translation.values.items()}
+    prefix = "model.model_config."
     kind = "is_qwen2_config" if isinstance(model, MoE) else "is_llama_config"
-    written |= {f"{inside}{kind}": True, f"{inside}max_position_embeddings": model.seq_len}
-    written |= {f"{inside}rms_norm_eps": model.norm_eps, f"{inside}rope_theta": model.rope_theta or 10000.0}
-    written |= {f"{inside}rope_interleaved": False, "model.init_method.std": 0.02}
-    if found.values["optimizer"] == "adamW":
-        written |= {f"optimizer.optimizer_factory.{name}": value for name, value in ADAMW.items()}
+    document |= {f"{prefix}{kind}": True, f"{prefix}max_position_embeddings": model.seq_len}
+    document |= {f"{prefix}rms_norm_eps": model.norm_eps, f"{prefix}rope_theta": model.rope_theta or 10000.0}
+    document |= {f"{prefix}rope_interleaved": False, "model.init_method.std": 0.02}
+    if translation.values["optimizer"] == "adamW":
+        document |= {f"optimizer.optimizer_factory.{name}": value for name, value in ADAMW.items()}
     cluster = step.cluster
     launch = f"--nproc_per_node {cluster.per_node} --nnodes {cluster.nodes}"
-    more = (
+    hint = (
         "the lengths, rates and names are placeholders; add tokenizer and data_stages (without them, data are random)"
     )
     start = f"start it on each node: torchrun {launch} ... run_train.py --config-file {FILE}"
-    return (commented([*remarks, more, start]) + as_yaml(nested(written)),)
+    return (commented([*remarks, hint, start]) + as_yaml(nested(document)),)

@@ -52,8 +52,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 def translate_python(step: Workload) -> Translation:
     """Return the translation of a step for a configuration in Python."""
-    found = _translate(step)
-    values, unsaid = dict(found.values), list(found.unsaid)
+    translation = _translate(step)
+    values, unsaid = dict(translation.values), list(translation.unsaid)
     option = str(values.pop("recompute_option", "op"))
     if values.get("recompute") == "selective" and option != "op":
         values["recompute"] = "none"
@@ -64,16 +64,16 @@ def translate_python(step: Workload) -> Translation:
         unsaid.append("context parallelism as a ring, which torchtitan had in its TOML files")
     if switch_of(step, "loss") == "chunked":
         values["loss_class"] = torchtitan.CHUNKED_LOSS
-    return replace(found, values=values, unsaid=tuple(unsaid), uncompared=OF_PYTORCH)
+    return replace(translation, values=values, unsaid=tuple(unsaid), uncompared=OF_PYTORCH)
 
 
 def translate_toml(step: Workload) -> Translation:
     """Return the translation of a step for a TOML file."""
-    found, chunked = _translate(step), switch_of(step, "loss") == "chunked"
+    translation, chunked = _translate(step), switch_of(step, "loss") == "chunked"
     unsaid = "the loss in chunks of tokens, which torchtitan has since April 2026, after its last TOML files"
     return replace(
-        found,
-        unsaid=(*found.unsaid, *([unsaid] if chunked else [])),
+        translation,
+        unsaid=(*translation.unsaid, *([unsaid] if chunked else [])),
         uncompared=OF_PYTORCH | ({"loss"} if chunked else set()),
     )
 
@@ -81,15 +81,15 @@ def translate_toml(step: Workload) -> Translation:
 def _translate(step: Workload) -> Translation:
     plan, unsaid = plan_of(step), list[str]()
     mesh = plan.mesh
-    each, size = step.microbatches // plan.data_ranks, step.micro_batch_size
+    microbatches, size = step.microbatches // plan.data_ranks, step.micro_batch_size
     values: dict[str, Any] = {}
     family, flavor = flavor_of(step)
     if flavor:
         values |= {"model_name": family, "model_flavor": flavor}
     else:
         unsaid.append("the model, which is none of torchtitan's flavors; add one of its sizes to the model's args")
-    values |= {"seq_len": step.model.seq_len, "local_batch": size * (each if mesh.pp > 1 else 1)}
-    if mesh.pp == 1 and each > 1:
+    values |= {"seq_len": step.model.seq_len, "local_batch": size * (microbatches if mesh.pp > 1 else 1)}
+    if mesh.pp == 1 and microbatches > 1:
         values["global_batch"] = step.microbatches * size
     values |= {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard * mesh.ep, "tp": mesh.tp, "cp": mesh.cp}
     if mesh.ep > 1:
@@ -112,11 +112,11 @@ def _translate(step: Workload) -> Translation:
 
 def flavor_of(step: Workload) -> tuple[str, str]:
     """Return name and flavor of the torchtitan model with the sizes of a step's model; empty texts if there is none."""
-    known = cast(dict[str, dict[str, Any]], key_table(torchtitan.NAME).data["models"])
+    models = cast(dict[str, dict[str, Any]], key_table(torchtitan.NAME).data["models"])
     mine = model_properties(step.model)
-    for name, row in known.items():
-        written = {key: value for key, value in row.items() if key != "model"} | {"seq_len": step.model.seq_len}
-        model = with_written(find_model(row["model"]), written, name)
+    for name, row in models.items():
+        sizes = {key: value for key, value in row.items() if key != "model"} | {"seq_len": step.model.seq_len}
+        model = with_written(find_model(row["model"]), sizes, name)
         if type(model) is type(step.model) and model_properties(model) == mine:
             family, _, flavor = name.partition("/")
             return family, flavor
@@ -138,15 +138,15 @@ def _stages(step: Workload, unsaid: list[str]) -> dict[str, Any]:
     usual = plan.mesh.pp * (1 if schedule in ONE_STAGE else 2)
     for first, last in ((1, 1), (0, 0), (1, 0), (0, 1)):
         total = step.model.layers + first + last
-        most = ceil(total / len(blocks))
-        if ceil(total / most) != len(blocks):
+        largest = ceil(total / len(blocks))
+        if ceil(total / largest) != len(blocks):
             continue
         counts = [total // len(blocks) + (stage < total % len(blocks)) for stage in range(len(blocks))]
         counts[0] -= first
         counts[-1] -= last
         if counts == blocks:
-            more = {"first_stage_less": first, "last_stage_less": last} if (first, last) != (1, 1) else {}
-            return values | more | ({"layers_per_stage": most} if len(blocks) != usual else {})
+            ends = {"first_stage_less": first, "last_stage_less": last} if (first, last) != (1, 1) else {}
+            return values | ends | ({"layers_per_stage": largest} if len(blocks) != usual else {})
     return values | {"module_fqns": _modules(blocks)}
 
 
@@ -168,38 +168,38 @@ def _recompute(step: Workload, unsaid: list[str]) -> dict[str, Any]:
             return {"recompute": recompute}
         unsaid.append(f"recompute {recompute}; torchtitan has per-op and every n-th block")
         return {"recompute": "none"}
-    every = min(recompute) + 1
-    if tuple(sorted(recompute)) != tuple(range(every - 1, step.model.layers, every)):
+    interval = min(recompute) + 1
+    if tuple(sorted(recompute)) != tuple(range(interval - 1, step.model.layers, interval)):
         unsaid.append(
-            f"recomputation of {len(recompute)} of {step.model.layers} blocks; every {every}th is the nearest"
+            f"recomputation of {len(recompute)} of {step.model.layers} blocks; every {interval}th is the nearest"
         )
-    return {"recompute": "selective", "recompute_option": str(every)} if every > 1 else {"recompute": "full"}
+    return {"recompute": "selective", "recompute_option": str(interval)} if interval > 1 else {"recompute": "full"}
 
 
 def _recipe(step: Workload) -> dict[str, Any]:
     """Return the values of keys that follow from the recipe's switches: what is compiled, and async TP."""
     if switch_of(step, "compile") != "on":
         return {"compile": False}
-    found: dict[str, Any] = {"compile": True}
+    values: dict[str, Any] = {"compile": True}
     if switch_of(step, "loss") not in ("chunked", "compiled"):
-        found["compiled_parts"] = ["model"]
+        values["compiled_parts"] = ["model"]
     if switch_of(step, "async_tp") == "on":
-        found["async_tp"] = True
-    return found
+        values["async_tp"] = True
+    return values
 
 
-def render_python(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
+def render_python(translation: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
     """Return the text of the Python file of a translation."""
     cluster = step.cluster
     launch = f"--nnodes {cluster.nodes} --nproc_per_node {cluster.per_node}"
     module = PYTHON_FILE.removesuffix(".py")
     start = f"start it on each node: torchrun {launch} ... -m torchtitan.train --module {module} --config {FUNCTION}"
-    more = "for torchtitan 0.3; add what is yours: hf_assets_path, dataloader, training.steps, the optimizer's numbers"
-    values = dict(found.values)
+    hint = "for torchtitan 0.3; add what is yours: hf_assets_path, dataloader, training.steps, the optimizer's numbers"
+    values = dict(translation.values)
     if {"pp", "ep"} & values.keys():
         values["no_graphs"] = True  # trainer.py: CUDA graphs support neither
-    code = _code(values, found.values.get("model_name", "llama3"))
-    return (commented([*remarks, more, start]) + code,)
+    code = _code(values, translation.values.get("model_name", "llama3"))
+    return (commented([*remarks, hint, start]) + code,)
 
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -232,20 +232,22 @@ def _code(values: Mapping[str, Any], family: str) -> str:
     imports["torchtitan.components.loss"] = [*([torchtitan.CHUNKED_LOSS] if chunked else []), "CrossEntropyLoss"]
     lines = ["model_spec=model_spec", f"loss={loss}", "optimizer=default_adamw(lr=3e-4)"]
     for name, meanings in FIELDS.items():
-        fields = [(RENAMED.get(each) or _field(each), values[each]) for each in meanings if each in values]
+        fields = [
+            (RENAMED.get(meaning) or _field(meaning), values[meaning]) for meaning in meanings if meaning in values
+        ]
         if fields:
             imports.setdefault("torchtitan.config", []).append(name)
-            inside = "".join(f"            {field}={_literal(value)},\n" for field, value in fields)
-            lines.append(f"{name.removesuffix('Config').lower()}={name}(\n{inside}        )")
+            arguments = "".join(f"            {field}={_literal(value)},\n" for field, value in fields)
+            lines.append(f"{name.removesuffix('Config').lower()}={name}(\n{arguments}        )")
     lines.append(f"activation_checkpoint={recompute}")
     if recompute != "None":
         imports["torchtitan.distributed.activation_checkpoint"] = [recompute.partition(".")[0]]
     model = _literal(values.get("model_flavor", "8B"))
-    if kinds := [CONVERTERS[each] for each in values.get("converters", ())]:
+    if kinds := [CONVERTERS[converter] for converter in values.get("converters", ())]:
         imports["torchtitan.components.quantization"] = kinds
         compiled = _literal(bool(values.get("compile")))
-        made = ", ".join(f"{kind}.Config(model_compile_enabled={compiled})" for kind in kinds)
-        model += f", converters=[{made}]"
+        converters = ", ".join(f"{kind}.Config(model_compile_enabled={compiled})" for kind in kinds)
+        model += f", converters=[{converters}]"
     head = "".join(f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(imports.items()))
     body = "".join(f"        {line},\n" for line in lines)
     return (
@@ -265,25 +267,25 @@ def _literal(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def render_toml(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
+def render_toml(translation: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
     """Return the text of the TOML file of a translation."""
     cluster = step.cluster
     launch = f"--nnodes {cluster.nodes} --nproc_per_node {cluster.per_node}"
     start = f"start it on each node: torchrun {launch} ... -m torchtitan.train --job.config_file {TOML_FILE}"
-    more = (
+    hint = (
         "for torchtitan 0.2; add what is yours: model.hf_assets_path, training.dataset, training.steps, the optimizer"
     )
-    values = dict(found.values)
+    values = dict(translation.values)
     if parts := values.get("module_fqns"):
         values["module_fqns"] = [[OLD_HEAD if name == HEAD else name for name in part] for part in parts]
     settings = [key_table(torchtitan.NAME).write(meaning, value) for meaning, value in values.items()]
-    return (commented([*remarks, more, start]) + "".join(_sections(settings)),)
+    return (commented([*remarks, hint, start]) + "".join(_sections(settings)),)
 
 
 def _sections(settings: Sequence[Setting]) -> Iterator[str]:
     sections: dict[str, list[Setting]] = {}
     for setting in settings:
         sections.setdefault(setting.key.partition(".")[0], []).append(setting)
-    for section, inside in sections.items():
-        lines = [f"{each.key.partition('.')[2]} = {toml_value(each.value)}\n" for each in inside]
+    for section, entries in sections.items():
+        lines = [f"{entry.key.partition('.')[2]} = {toml_value(entry.value)}\n" for entry in entries]
         yield f"\n[{section}]\n{''.join(lines)}"

@@ -27,7 +27,7 @@ class Translation:
         values: value by meaning. Meanings that are left out have the framework's default.
         unsaid: properties that the framework's file cannot express, besides those that `write.differences` finds.
         says_model: whether the values include the model.
-        more: further flags of the file, which do not change a prediction or which `explain` does not follow.
+        extra_flags: further flags of the file, which do not change a prediction or which `explain` does not follow.
         uncompared: switches of the recipe and properties of the plan that `explain` does not follow, or that no file of
             the framework says.
     """
@@ -35,7 +35,7 @@ class Translation:
     values: Mapping[str, Any]
     unsaid: tuple[str, ...] = ()
     says_model: bool = True
-    more: tuple[str, ...] = ()
+    extra_flags: tuple[str, ...] = ()
     uncompared: frozenset[str] = frozenset()
 
 
@@ -56,9 +56,9 @@ def blocks_of_stages(step: Workload) -> list[int] | None:
     plan = plan_of(step)
     layers = plan_layers(step.model, plan)
     counts = [end - begin for begin, end in pairwise(plan.bounds(layers.pipeline_units))]
-    over = layers.pipeline_units - step.model.layers
-    if over <= 1:
-        counts[-1] -= over  # the head is a layer of its own
+    extra_units = layers.pipeline_units - step.model.layers
+    if extra_units <= 1:
+        counts[-1] -= extra_units  # the head is a layer of its own
         return counts if min(counts) >= 0 else None
     counts[-1] -= 1
     if any(count % 2 for count in counts):
@@ -68,20 +68,20 @@ def blocks_of_stages(step: Workload) -> list[int] | None:
 
 def commented(remarks: Sequence[str]) -> str:
     """Return remarks as lines of comments."""
-    lines = [line for each in remarks for line in textwrap.wrap(each, 118, subsequent_indent="  ")]
+    lines = [line for remark in remarks for line in textwrap.wrap(remark, 118, subsequent_indent="  ")]
     return "".join(f"# {line}\n" for line in lines)
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested tables from a table with keys such as "optimizer.zero_stage"."""
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, name = key.split(".")
-        inside = found
+        table = document
         for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = value
-    return found
+            table = table.setdefault(section, {})
+        table[name] = value
+    return document
 
 
 def as_yaml(table: Mapping[str, Any], indent: str = "") -> str:
@@ -108,14 +108,14 @@ UNPRICED = ("rope_theta", "rope_scaling", "norm_eps", "auxiliary")
 
 def model_properties(model: Blocks) -> dict[str, Any]:
     """Return the fields of a model that change the time or memory of its step. Defaults replace None."""
-    found = {each.name: getattr(model, each.name) for each in fields(model) if each.name not in UNPRICED}
-    heads, hidden = found.get("heads"), found.get("hidden_size")
+    properties = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in UNPRICED}
+    heads, hidden = properties.get("heads"), properties.get("hidden_size")
     if heads and hidden:
-        found["kv_heads"] = found.get("kv_heads") or heads
-        found["head_dim"] = found.get("head_dim") or hidden // heads
+        properties["kv_heads"] = properties.get("kv_heads") or heads
+        properties["head_dim"] = properties.get("head_dim") or hidden // heads
     if hasattr(model, "hidden"):
-        found["ffn_hidden_size"] = cast(GPT, model).hidden
-    if not found.get("dropout"):
-        found.pop("drops_attention", None)
-    found["positions"] = "learned" if getattr(model, "rope_theta", None) is None else "rotary"
-    return found
+        properties["ffn_hidden_size"] = cast(GPT, model).hidden
+    if not properties.get("dropout"):
+        properties.pop("drops_attention", None)
+    properties["positions"] = "learned" if getattr(model, "rope_theta", None) is None else "rotary"
+    return properties

@@ -85,8 +85,8 @@ def framework_of(recipe: Recipe) -> str:
     for name in (recipe.name, *recipe.bases):
         if name in FRAMEWORK_OF_RECIPE:
             return FRAMEWORK_OF_RECIPE[name]
-    known = ", ".join(FRAMEWORK_OF_RECIPE)
-    raise UserError(f"no framework's files are written for recipe {recipe.name}; give a recipe such as {known}")
+    recipes = ", ".join(FRAMEWORK_OF_RECIPE)
+    raise UserError(f"no framework's files are written for recipe {recipe.name}; give a recipe such as {recipes}")
 
 
 def write_step(step: Workload, model: str) -> Written:
@@ -102,51 +102,51 @@ def write_step(step: Workload, model: str) -> Written:
     name = framework_of(step.recipe)
     newest, *older = (_write(writer, step, name, model) for writer in WRITERS[name])
     return newest._replace(
-        texts={**newest.texts, **{file: text for each in older for file, text in each.texts.items()}}
+        texts={**newest.texts, **{file: text for version in older for file, text in version.texts.items()}}
     )
 
 
 def _write(writer: Writer, step: Workload, name: str, model: str) -> Written:
     """Return the files of one version."""
-    found = writer.translate(step)
-    unsaid = [*found.unsaid, *differences(step, found, name, model)]
+    translation = writer.translate(step)
+    unsaid = [*translation.unsaid, *differences(step, translation, name, model)]
     head = f"written by shardlab plan: {model} on {step.cluster}, recipe {step.recipe.title}"
-    remarks = [head, *(f"cannot be said here: {each}" for each in unsaid)]
-    texts = zip(writer.files, writer.render(found, step, remarks), strict=True)
-    words = deepspeed.arguments(found, name) if name in ("deepspeed", "accelerate") else ()
+    remarks = [head, *(f"cannot be said here: {subject}" for subject in unsaid)]
+    texts = zip(writer.files, writer.render(translation, step, remarks), strict=True)
+    words = deepspeed.arguments(translation, name) if name in ("deepspeed", "accelerate") else ()
     return Written(name, dict(texts), tuple(unsaid), words)
 
 
-def differences(step: Workload, found: Translation, framework: str, model: str) -> list[str]:
+def differences(step: Workload, translation: Translation, framework: str, model: str) -> list[str]:
     """Return the differences between a step and its translation, which is read back as `explain` reads a file."""
     table = key_table(framework)
-    settings = tuple(table.write(meaning, value)._replace(line=1) for meaning, value in found.values.items())
-    config = Config(table, "the file", settings, model="" if found.says_model else model)
+    settings = tuple(table.write(meaning, value)._replace(line=1) for meaning, value in translation.values.items())
+    config = Config(table, "the file", settings, model="" if translation.says_model else model)
     try:
         back = FRAMEWORKS[framework].run(config, step.cluster).workload
-        differing = list(_compared(step, back, found))
+        differing = list(_compared(step, back, translation))
     except (UserError, Refused) as error:
         return [f"what {framework} makes of it is not known, since {error}"]
-    return [f"{what} {mine} ({framework}: {theirs})" for what, mine, theirs in differing]
+    return [f"{subject} {mine} ({framework}: {theirs})" for subject, mine, theirs in differing]
 
 
-def _compared(step: Workload, back: Workload, found: Translation) -> Iterator[tuple[str, str, str]]:
+def _compared(step: Workload, back: Workload, translation: Translation) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each property that differs, with its values in both steps."""
     assert isinstance(step.plan, Plan)
     assert isinstance(back.plan, Plan)
     mine, theirs = plan_properties(step, step.plan), plan_properties(back, back.plan)
-    for each in (mine, theirs):
-        each |= {} if found.says_model else {"model": "", "stages": each["stages"]}
+    for properties in (mine, theirs):
+        properties |= {} if translation.says_model else {"model": "", "stages": properties["stages"]}
     mine |= _other_properties(step)
     theirs |= _other_properties(back)
-    for name in (step.recipe.switches.keys() & back.recipe.switches.keys()) - found.uncompared:
+    for name in (step.recipe.switches.keys() & back.recipe.switches.keys()) - translation.uncompared:
         mine[f"recipe's {name}"] = step.recipe.switches[name].value
         theirs[f"recipe's {name}"] = back.recipe.switches[name].value
-    if found.says_model:
+    if translation.says_model:
         mine |= model_properties(step.model)
         theirs |= model_properties(back.model)
     for name in {**mine, **theirs}:
-        if name not in found.uncompared and mine.get(name) != theirs.get(name):
+        if name not in translation.uncompared and mine.get(name) != theirs.get(name):
             yield name.replace("_", " "), _text(mine.get(name)), _text(theirs.get(name))
 
 
