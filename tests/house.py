@@ -27,7 +27,7 @@ CODE_LINES = {
     "measure": 2150,
     "models": 4625,
     "planner": 4155,
-    "simulate": 7565,
+    "simulate": 7580,
     "strategies": 2760,
     "train": 8990,
 }

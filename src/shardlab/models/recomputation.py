@@ -171,9 +171,9 @@ def recomputed_in(
     keeps_input = False
     for block in dict.fromkeys(step.block for step in run.steps):
         steps = places.get(block, ())
-        primitives = tuple(runs[at].all_steps[number].primitive for at, number in steps)
+        primitives = tuple(runs[index].all_steps[number].primitive for index, number in steps)
         block_recomputation = recomputation(primitives, word)
-        layer_steps = {place: number for place, (at, number) in enumerate(steps) if at == layer}
+        layer_steps = {place: number for place, (index, number) in enumerate(steps) if index == layer}
         recomputed |= {layer_steps[block_step] for block_step in block_recomputation.again if block_step in layer_steps}
         inside_steps |= {number for number in layer_steps.values() if number < last}
         for tensor, readers in block_recomputation.kept.items():

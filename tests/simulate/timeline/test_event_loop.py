@@ -32,7 +32,7 @@ class Messages(EventLoop[str]):
 
     def advance(self, row: int, now: float) -> None:
         clock = self.clocks[row]
-        for at in range(self.at[row], len(self.rows[row])):
+        for at in range(self.next_ops[row], len(self.rows[row])):
             name, seconds = self.rows[row][at]
             if name not in self.joined[row]:
                 clock += seconds
@@ -42,7 +42,7 @@ class Messages(EventLoop[str]):
                 self.wait(row, at, clock, times)
                 return
             clock = max(clock, times[1])
-        self.at[row], self.clocks[row] = len(self.rows[row]), clock
+        self.next_ops[row], self.clocks[row] = len(self.rows[row]), clock
 
     def start(self, communication: str, ready: float) -> None:
         joined = self.pending.pop(communication)

@@ -39,7 +39,7 @@ def bucket(checked: Checked, parts: int) -> Tapes:
         raise CannotApply("no two collectives of weights or gradients are of one kind, group and dtype")
     tapes = reordered(checked, partial(_wish, groups))
     return [
-        _issued_together(tape, [[tapes_before[rank][at].handle for at in members] for members in groups[rank]])
+        _issued_together(tape, [[tapes_before[rank][index].handle for index in members] for members in groups[rank]])
         for rank, tape in enumerate(tapes)
     ]
 
@@ -53,19 +53,21 @@ def _all_buckets(checked: Checked, parts: int) -> list[list[list[int]]]:
 def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, parts: int) -> list[list[int]]:
     """Return for each bucket of a tape the indices of its collectives, of which there are at least two."""
     by_key: dict[Hashable, list[int]] = defaultdict(list)
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op.kind in BUCKETED and op.batch < 0 and (spec := specs[op.inputs[0]]).kind in FLAT:
-            by_key[op.kind, op.group, op.reduction, spec.kind, spec.form.dtype, spec.step].append(at)
+            by_key[op.kind, op.group, op.reduction, spec.kind, spec.form.dtype, spec.step].append(index)
     buckets: list[list[int]] = []
     for indices in by_key.values():
-        sizes = [max(bytes_of(specs[number]) for number in (*tape[at].inputs, *tape[at].outputs)) for at in indices]
+        sizes = [
+            max(bytes_of(specs[number]) for number in (*tape[index].inputs, *tape[index].outputs)) for index in indices
+        ]
         bucket_bytes, free_bytes = sum(sizes) / parts, 0.0
         together: list[int] = []
-        for at, size in zip(indices, sizes, strict=True):
+        for index, size in zip(indices, sizes, strict=True):
             if not together or size > free_bytes:
                 buckets.append(together := [])
                 free_bytes = bucket_bytes
-            together.append(at)
+            together.append(index)
             free_bytes -= size
     return [bucket for bucket in buckets if len(bucket) > 1]
 
@@ -75,18 +77,18 @@ def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
     tape = order.needs.tape
     for together in groups[order.rank]:
         first, last = together[0], together[-1]
-        for at in together:
-            if tape[at].kind is OpKind.ALL_GATHER and not _needs_earlier_bucket(order, at, first):
-                order.start_before(at, first)
-            elif at != last:
-                order.end_before(at, last)
-                order.end_before(order.needs.end_of(at), len(tape))
+        for index in together:
+            if tape[index].kind is OpKind.ALL_GATHER and not _needs_earlier_bucket(order, index, first):
+                order.start_before(index, first)
+            elif index != last:
+                order.end_before(index, last)
+                order.end_before(order.needs.end_of(index), len(tape))
 
 
-def _needs_earlier_bucket(order: Ordering, at: int, first: int) -> bool:
+def _needs_earlier_bucket(order: Ordering, index: int, first: int) -> bool:
     """Return whether a gather depends on an op after the first gather of its bucket."""
     channel = {first, *order.needs.successors[first]}
-    return any(other > first and other not in channel for other in order.needs.predecessors[at])
+    return any(other > first and other not in channel for other in order.needs.predecessors[index])
 
 
 def _issued_together(tape: list[Op], together: Sequence[Sequence[int]]) -> list[Op]:

@@ -34,17 +34,17 @@ def fuse_steps(checked: Checked, count: int) -> Tapes:
         raise CannotApply("no step begins with a gather of weights that are kept on the device")
     tapes: Tapes = []
     for rank, tape in enumerate(checked.program.tapes):
-        rank_gathers = {at for other, at in gathers if other == rank}
+        rank_gathers = {index for other, index in gathers if other == rank}
         fused, specs = _fused(tape, checked.specs[rank], rank_gathers)
         order = Ordering(Dependences(fused, rank, specs))
-        _wish({tape[at].handle for at in rank_gathers}, count, order)
+        _wish({tape[index].handle for index in rank_gathers}, count, order)
         tapes.append(order.tape())
     return tapes
 
 
 def _common_gathers(checked: Checked, count: int) -> set[tuple[int, int]]:
     """Return the gathers that can run in the previous step on all their members, as (rank, index)."""
-    able = {(rank, at) for rank in range(checked.program.ranks) for at in _first(checked, rank, count)}
+    able = {(rank, index) for rank in range(checked.program.ranks) for index in _first(checked, rank, count)}
     together = [
         {(member.rank, member.op) for member in communication.participants} for communication in checked.communications
     ]
@@ -57,14 +57,14 @@ def _first(checked: Checked, rank: int, count: int) -> list[int]:
     weights = KeptWeights(tape, specs)
     final_slices = {key for number, key in weights.final.items() if not specs[number].form.place}
     first_gathers: dict[tuple[int, object], int] = {}
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op.kind is ALL_GATHER and weights.loads.get(op.inputs[0]) in final_slices:
             form = specs[op.outputs[0]].form
             if (form.layer, form.holds) not in weights.place_of and not form.dtype:
-                first_gathers.setdefault((form.layer, form.holds), at)
+                first_gathers.setdefault((form.layer, form.holds), index)
     batches = batches_of(tape)
-    together = dict.fromkeys(tuple(batches.get(tape[at].batch, [at])) for at in first_gathers.values())
-    return [at for batch in [*together][:count] if {*batch} <= {*first_gathers.values()} for at in batch]
+    together = dict.fromkeys(tuple(batches.get(tape[index].batch, [index])) for index in first_gathers.values())
+    return [index for batch in [*together][:count] if {*batch} <= {*first_gathers.values()} for index in batch]
 
 
 def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], gathers: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:
@@ -74,23 +74,25 @@ def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], gathers: Set[int]) -> 
     """
     weights = KeptWeights(tape, specs)
     new = {weights.final[number]: number for number in weights.final}
-    waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}
-    ready = {number: waits.get(op.handle, at) for at, op in enumerate(tape) for number in op.outputs}
+    waits = {op.handle: index for index, op in enumerate(tape) if op.kind is WAIT}
+    ready = {number: waits.get(op.handle, index) for index, op in enumerate(tape) for number in op.outputs}
     batches, specs = batches_of(tape), dict(specs)
-    updated = {at: new[weights.loads[tape[at].inputs[0]]] for at in gathers}
+    updated = {index: new[weights.loads[tape[index].inputs[0]]] for index in gathers}
     puts: dict[int, list[Op]] = defaultdict(list)  # index of an op -> new ops after it
     ends: list[Op] = []
-    for values, at in enumerate(sorted(gathers), max(specs, default=-1) + 1):
-        op = tape[at]
+    for values, index in enumerate(sorted(gathers), max(specs, default=-1) + 1):
+        op = tape[index]
         (piece,), (whole,) = op.inputs, op.outputs
         puts[ready[piece]].append(Op(LOAD_WEIGHT, op.layer, (), (whole,), holds=specs[whole].holds))
-        start = max(ready[updated[other]] for other in batches.get(op.batch, [at]))
-        puts[start].append(op._replace(inputs=(updated[at],), outputs=(values,)))
+        start = max(ready[updated[other]] for other in batches.get(op.batch, [index]))
+        puts[start].append(op._replace(inputs=(updated[index],), outputs=(values,)))
         ends.append(tape[waits[op.handle]])
         specs[values] = specs[whole]._replace(form=specs[whole].form.but(step=1))
-    left_out = gathers | {waits[tape[at].handle] for at in gathers}
+    left_out = gathers | {waits[tape[index].handle] for index in gathers}
     new_tape = [
-        new_op for at, op in enumerate(tape) for new_op in (*([] if at in left_out else [op]), *puts.get(at, []))
+        new_op
+        for index, op in enumerate(tape)
+        for new_op in (*([] if index in left_out else [op]), *puts.get(index, []))
     ]
     return new_tape + ends, specs
 
@@ -98,15 +100,15 @@ def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], gathers: Set[int]) -> 
 def _wish(handles: Set[int], count: int, order: Ordering) -> None:
     """Start the gathers with these handles as soon as possible, before the last updates of other slices."""
     tape, needs, batches = order.needs.tape, order.needs, batches_of(order.needs.tape)
-    gathers = [at for at, op in enumerate(tape) if op.kind is ALL_GATHER and op.handle in handles]
-    sources = {tape[at].inputs[0] for at in gathers}
+    gathers = [index for index, op in enumerate(tape) if op.kind is ALL_GATHER and op.handle in handles]
+    sources = {tape[index].inputs[0] for index in gathers}
     others: list[int] = []
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op.kind is UPDATE and not sources & {*op.outputs}:
-            others.append(at)
+            others.append(index)
         elif op.kind is UPDATE:
-            order.start_at_once(at)
-    for at in gathers:
-        order.start_at_once(*batches.get(tape[at].batch, [at]))
-    for at in others[-count:] if gathers else ():
-        order.end_before(at, min(map(needs.end_of, gathers)))
+            order.start_at_once(index)
+    for index in gathers:
+        order.start_at_once(*batches.get(tape[index].batch, [index]))
+    for index in others[-count:] if gathers else ():
+        order.end_before(index, min(map(needs.end_of, gathers)))

@@ -39,30 +39,30 @@ class Ordering:
         self.rank = needs.rank
         self._tape = needs.tape
         self._places = _places(self._tape)
-        reloads = [at for at, op in enumerate(self._tape) if op.kind is OpKind.RELOAD]
-        light = (at for at, op in enumerate(self._tape) if op.kind in LIGHT)
+        reloads = [index for index, op in enumerate(self._tape) if op.kind is OpKind.RELOAD]
+        light = (index for index, op in enumerate(self._tape) if op.kind in LIGHT)
         self._follows = {*light, *reloads, *map(needs.end_of, reloads)}
         self._raised: dict[int, float] = {}
         self._sunk: dict[int, float] = {}
 
-    def start_before(self, at: int, other: int) -> None:
+    def start_before(self, index: int, other: int) -> None:
         """Start an op before another, or right after the last op on which it depends, if that is later."""
-        self._raise(at, self._places[max(0, other)] - 0.5)
+        self._raise(index, self._places[max(0, other)] - 0.5)
 
     def start_at_once(self, *together: int) -> None:
         """Start ops together, right after the last op on which any of them depends."""
         place = max(map(self._ready, together))
-        for at in together:
-            self._raise(at, place)
+        for index in together:
+            self._raise(index, place)
 
-    def end_before(self, at: int, other: int) -> None:
+    def end_before(self, index: int, other: int) -> None:
         """Move an op down to just before another one, or before the first op that depends on it if that is earlier.
 
         Args:
-            at: index of the op.
+            index: index of the op.
             other: index of the other op (the length of the tape: move to its end).
         """
-        self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
+        self._sunk[index] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
 
     def start_ahead(self, starts: Sequence[int], ahead: int | EarlyStart) -> None:
         """Start some communications early, and await each just before its result is used.
@@ -73,25 +73,25 @@ class Ordering:
                 earlier in `starts`.
         """
         ahead, but = (ahead.number, ahead.but) if isinstance(ahead, EarlyStart) else (ahead, frozenset[int]())
-        brought = [self.needs.readers[self._tape[at].outputs[0]] for at in starts]
-        uses = [min(readers, default=at) for at, readers in zip(starts, brought, strict=True)]
-        for number, (at, use) in enumerate(zip(starts, uses, strict=True)):
+        brought = [self.needs.readers[self._tape[index].outputs[0]] for index in starts]
+        uses = [min(readers, default=index) for index, readers in zip(starts, brought, strict=True)]
+        for number, (index, use) in enumerate(zip(starts, uses, strict=True)):
             if number in but:
                 continue
-            self.start_before(at, uses[number - ahead] if number >= ahead else starts[0])
-            if use > at:
-                self.end_before(self.needs.end_of(at), use)
+            self.start_before(index, uses[number - ahead] if number >= ahead else starts[0])
+            if use > index:
+                self.end_before(self.needs.end_of(index), use)
 
-    def _raise(self, at: int, place: float) -> None:
-        if place < self._raised.get(at, self._places[at]):
-            self._raised[at] = place
-            for other in self.needs.predecessors[at]:
+    def _raise(self, index: int, place: float) -> None:
+        if place < self._raised.get(index, self._places[index]):
+            self._raised[index] = place
+            for other in self.needs.predecessors[index]:
                 if other in self._follows:
                     self._raise(other, place)
 
-    def _ready(self, at: int) -> float:
+    def _ready(self, index: int) -> float:
         """Return the position of the last op on which an op depends, except those that move with it."""
-        needed = self.needs.predecessors[at]
+        needed = self.needs.predecessors[index]
         return max(
             (
                 self._ready(dependence) if dependence in self._follows else self.place(dependence)
@@ -106,33 +106,33 @@ class Ordering:
             return list(self._tape)
         tape, dependences, dependents = self._tape, self.needs.predecessors, self.needs.successors
         latest = [float(len(tape))] * len(tape)  # position of the first op that needs each op
-        for at in reversed(range(len(tape))):
-            for other in dependents[at]:
+        for index in reversed(range(len(tape))):
+            for other in dependents[index]:
                 follows = tape[other].kind in LIGHT or tape[other].kind is FREE or other in self._sunk
-                latest[at] = min(latest[at], latest[other] if follows else self.place(other))
+                latest[index] = min(latest[index], latest[other] if follows else self.place(other))
         places: list[float] = []
-        for at, op in enumerate(tape):
-            ready = max((places[other] for other in dependences[at]), default=-1.0)
+        for index, op in enumerate(tape):
+            ready = max((places[other] for other in dependences[index]), default=-1.0)
             if op.kind is FREE:
                 place = ready
-            elif at in self._sunk:
-                place = max(ready, min(self._sunk[at], latest[at]))
+            elif index in self._sunk:
+                place = max(ready, min(self._sunk[index], latest[index]))
             else:
-                place = max(ready, self.place(at))
+                place = max(ready, self.place(index))
             places.append(place)
-        return [tape[at] for at in sorted(range(len(tape)), key=lambda at: (places[at], at))]
+        return [tape[index] for index in sorted(range(len(tape)), key=lambda index: (places[index], index))]
 
-    def place(self, at: int) -> float:
+    def place(self, index: int) -> float:
         """Return the position of an op, given the requests so far to start ops earlier. Ops of a batch share one."""
-        return self._raised.get(at, self._places[at])
+        return self._raised.get(index, self._places[index])
 
 
 def _places(tape: Sequence[Op]) -> list[float]:
     """Return the position of each op. Ops of a batch share the position of the first, so that they stay adjacent."""
     places: list[float] = []
-    for at, op in enumerate(tape):
-        together = op.batch >= 0 and at > 0 and tape[at - 1].batch == op.batch
-        places.append(places[-1] if together else float(at))
+    for index, op in enumerate(tape):
+        together = op.batch >= 0 and index > 0 and tape[index - 1].batch == op.batch
+        places.append(places[-1] if together else float(index))
     return places
 
 
@@ -184,16 +184,18 @@ def _wish_defer(checked: Checked, ahead: int, order: Ordering) -> None:
 
 def _updates(order: Ordering, awaited: int) -> Iterator[int]:
     """Yield the updates that read an op's result, directly or through `LIGHT` ops."""
-    for at in order.needs.successors[awaited]:
-        kind = order.needs.tape[at].kind
+    for index in order.needs.successors[awaited]:
+        kind = order.needs.tape[index].kind
         if kind is OpKind.UPDATE:
-            yield at
+            yield index
         elif kind in LIGHT:
-            yield from _updates(order, at)
+            yield from _updates(order, index)
 
 
 def _reductions(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
-    return [at for at, op in enumerate(tape) if op.kind in REDUCTIONS and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT]
+    return [
+        index for index, op in enumerate(tape) if op.kind in REDUCTIONS and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT
+    ]
 
 
 def prefetch(checked: Checked, ahead: int | EarlyStart) -> Tapes:
@@ -220,9 +222,11 @@ def gathers_ahead(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
 
     Gathers of updated weights, for the next step, are left out.
     """
-    gathered = [at for at, op in enumerate(tape) if op.kind is OpKind.ALL_GATHER]
-    wholes = [specs[tape[at].outputs[0]] for at in gathered]
-    return [at for at, whole in zip(gathered, wholes, strict=True) if whole.kind is Kind.WEIGHT and not whole.step]
+    gathered = [index for index, op in enumerate(tape) if op.kind is OpKind.ALL_GATHER]
+    wholes = [specs[tape[index].outputs[0]] for index in gathered]
+    return [
+        index for index, whole in zip(gathered, wholes, strict=True) if whole.kind is Kind.WEIGHT and not whole.step
+    ]
 
 
 OFFLOAD, RELOAD = OpKind.OFFLOAD, OpKind.RELOAD
@@ -246,13 +250,13 @@ def _wish_early_copies(ahead: int, order: Ordering) -> None:
     needs = order.needs
     order.start_ahead(_copies(needs.tape, RELOAD), ahead)
     away = _copies(needs.tape, OFFLOAD)
-    for number, at in enumerate(away):
+    for number, index in enumerate(away):
         later = number + ahead
-        order.end_before(needs.end_of(at), away[later] if later < len(away) else len(needs.tape))
+        order.end_before(needs.end_of(index), away[later] if later < len(away) else len(needs.tape))
 
 
 def _copies(tape: Sequence[Op], kind: OpKind) -> list[int]:
-    return [at for at, op in enumerate(tape) if op.kind is kind]
+    return [index for index, op in enumerate(tape) if op.kind is kind]
 
 
 def early_receives(checked: Checked, ahead: int | EarlyStart) -> Tapes:
@@ -274,7 +278,7 @@ def _wish_early_receives(ahead: int | EarlyStart, order: Ordering) -> None:
 
 def receives_ahead(tape: Sequence[Op], _: Mapping[int, Spec]) -> list[int]:
     """Return the indices of receives that are not part of an exchange."""
-    return [at for at, op in enumerate(tape) if op.kind is OpKind.RECV and op.batch < 0]
+    return [index for index, op in enumerate(tape) if op.kind is OpKind.RECV and op.batch < 0]
 
 
 def early_updates(checked: Checked, _: int) -> Tapes:
@@ -292,9 +296,9 @@ def early_updates(checked: Checked, _: int) -> Tapes:
 
 def _wish_early_updates(order: Ordering) -> None:
     tape, needs = order.needs.tape, order.needs
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op.kind is OpKind.UPDATE:
-            order.start_at_once(at)
+            order.start_at_once(index)
             for away in (reader for value in op.outputs for reader in needs.readers[value]):
                 if tape[away].kind is OpKind.OFFLOAD:
                     order.start_at_once(away)

@@ -248,10 +248,10 @@ def crowding(moves: Moves, original: Checked, rewritten: Checked, kept_sizes: Si
     peaks = memory_in_bytes(rewritten, kept_sizes)
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].peak)
     old, new, at_peak = original.program.tapes[rank], rewritten.program.tapes[rank], peaks[rank].peak_op
-    place = {op.handle: at for at, op in enumerate(new) if op.handle >= 0 and op.kind is not OpKind.WAIT}
+    place = {op.handle: index for index, op in enumerate(new) if op.handle >= 0 and op.kind is not OpKind.WAIT}
     old_peak = old.index(new[at_peak])
     started = moves(old, original.specs[rank])
-    return {number for number, at in enumerate(started) if at > old_peak and place[old[at].handle] <= at_peak}
+    return {number for number, index in enumerate(started) if index > old_peak and place[old[index].handle] <= at_peak}
 
 
 Moves = Callable[[Sequence[Op], Mapping[int, Spec]], list[int]]

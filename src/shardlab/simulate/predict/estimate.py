@@ -104,10 +104,10 @@ class Estimate:
         waited: dict[tuple[str, str], float] = defaultdict(float)
         for row, tape in enumerate(self.traced.program.tapes):
             ready = self.times.ready[row]
-            for at, since, until in self.times.idle[row]:
-                kind, axis = awaited_by(self.traced.program, row, tape[at])
+            for index, since, until in self.times.idle[row]:
+                kind, axis = awaited_by(self.traced.program, row, tape[index])
                 name = kind.value if kind in COLLECTIVES else "message"
-                waited[name, axis] += max(0.0, until - max(since, ready[at]))
+                waited[name, axis] += max(0.0, until - max(since, ready[index]))
         return {key: self._share(seconds) for key, seconds in sorted(waited.items(), key=lambda item: -item[1])}
 
     @property

@@ -424,7 +424,7 @@ class Rotation:
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         """(context-parallel rank, position among the rank's slices) of each slice."""
-        return {slice: (rank, at) for rank, mine in enumerate(self._dealt) for at, slice in enumerate(mine)}
+        return {slice: (rank, index) for rank, mine in enumerate(self._dealt) for index, slice in enumerate(mine)}
 
     def _summed(self, form: Form, sums: int, axis: str, by: int) -> int:
         """Rotate the contributions to a gradient: one set for each use of a tied weight, or for each expert."""

@@ -117,23 +117,23 @@ def activity_of(timeline: Timeline) -> Activity:
         place_of: dict[int, int] = {}
         issued: dict[int, int] = {}
         waits: list[int] = []
-        for at, op in enumerate(tape):
+        for index, op in enumerate(tape):
             if op.kind is OpKind.WAIT:
                 if op.handle in issued:
                     waits.append(issued[op.handle])
-            elif is_event(op.kind) and at in by_op:
-                event: Event = by_op[at]
-                place_of[at] = len(ops)
+            elif is_event(op.kind) and index in by_op:
+                event: Event = by_op[index]
+                place_of[index] = len(ops)
                 if op.handle >= 0:
                     issued[op.handle] = len(ops)
-                ops.append(TimedOp(at, op.kind, event.start, event.end, tuple(waits)))
+                ops.append(TimedOp(index, op.kind, event.start, event.end, tuple(waits)))
                 waits = []
         rows.append(ops)
         last_waits.append(tuple(waits))
         places.append(place_of)
     communications: list[list[Place]] = []
     for communication in timeline.communications:
-        members = [(row, places[row][at]) for row, _, at in communication.participants if at in places[row]]
+        members = [(row, places[row][index]) for row, _, index in communication.participants if index in places[row]]
         for row, place in members:
             rows[row][place] = rows[row][place]._replace(communication=len(communications))
         communications.append(members)
@@ -146,14 +146,14 @@ def find_arrivals(activity: Activity) -> list[list[float]]:
     for ops in activity.rows:
         clock, reached = 0.0, list[float]()
         for op in ops:
-            clock = max([clock, *(ops[at].end for at in op.waits)])
+            clock = max([clock, *(ops[index].end for index in op.waits)])
             clock = max(clock, op.start) if op.computes else clock
             reached.append(clock)
             clock = max(clock, op.end) if op.computes else clock
         latest = activity.end  # `clock` may be too late: the sender of a message on a link does not await its arrival
-        for at in range(len(ops) - 1, -1, -1):
-            latest = min(latest, ops[at].start) if ops[at].computes else latest
-            reached[at] = min(reached[at], latest, ops[at].start)
+        for index in range(len(ops) - 1, -1, -1):
+            latest = min(latest, ops[index].start) if ops[index].computes else latest
+            reached[index] = min(reached[index], latest, ops[index].start)
         arrivals.append(reached)
     return arrivals
 
@@ -163,11 +163,13 @@ def find_gaps(activity: Activity) -> Iterator[ComputeGap]:
     tolerance = TOLERANCE * activity.end
     for row, ops in enumerate(activity.rows):
         clock, waits = 0.0, list[int]()
-        for at, op in enumerate(ops):
+        for index, op in enumerate(ops):
             waits += op.waits
             if op.computes:
                 if op.start > clock + tolerance:
-                    yield ComputeGap(row, clock, op.start, _last_awaited(ops, waits, clock, op.start + tolerance), at)
+                    yield ComputeGap(
+                        row, clock, op.start, _last_awaited(ops, waits, clock, op.start + tolerance), index
+                    )
                 clock, waits = max(clock, op.end), []
         if activity.end > clock + tolerance:
             waits += activity.last_waits[row]
@@ -186,8 +188,8 @@ def find_causes(activity: Activity) -> list[list[Cause]]:
 
 def _last_awaited(ops: Sequence[TimedOp], waits: Sequence[int], since: float, until: float) -> int | None:
     """Return the awaited communication that ends last between two times (None: none ends there)."""
-    candidates = [at for at in waits if since < ops[at].end <= until]
-    return max(candidates, key=lambda at: ops[at].end, default=None)
+    candidates = [index for index in waits if since < ops[index].end <= until]
+    return max(candidates, key=lambda index: ops[index].end, default=None)
 
 
 class _Causes:
@@ -196,14 +198,17 @@ class _Causes:
         self.tolerance = TOLERANCE * activity.end
         self.arrivals = find_arrivals(activity)
         self.ends: list[list[tuple[float, int]]] = [  # communications of each row, sorted by end
-            sorted((op.end, at) for at, op in enumerate(ops) if not op.computes and op.end > op.start)
+            sorted((op.end, index) for index, op in enumerate(ops) if not op.computes and op.end > op.start)
             for ops in activity.rows
         ]
         self.earlier_compute = [list(self._compute_before(ops)) for ops in activity.rows]
 
     def run(self) -> list[list[Cause]]:
         return [
-            [self._on_rank(row, at) if op.computes else self._of_communication(row, at) for at, op in enumerate(ops)]
+            [
+                self._on_rank(row, index) if op.computes else self._of_communication(row, index)
+                for index, op in enumerate(ops)
+            ]
             for row, ops in enumerate(self.rows)
         ]
 
@@ -212,17 +217,17 @@ class _Causes:
         """Yield for each op the last compute op before it, and the communications awaited between the two."""
         last: int | None = None
         waits: tuple[int, ...] = ()
-        for at, op in enumerate(ops):
+        for index, op in enumerate(ops):
             waits += op.waits
             yield last, waits
             if op.computes and (op.end > op.start or last is None):
-                last, waits = at, ()
+                last, waits = index, ()
 
-    def _on_rank(self, row: int, at: int) -> Cause:
+    def _on_rank(self, row: int, index: int) -> Cause:
         """Return the cause of the time at which a rank reaches an op."""
-        ops, (last, waits) = self.rows[row], self.earlier_compute[row][at]
+        ops, (last, waits) = self.rows[row], self.earlier_compute[row][index]
         since = ops[last].end if last is not None else 0.0
-        arrival = self.arrivals[row][at]
+        arrival = self.arrivals[row][index]
         awaited = _last_awaited(ops, waits, since, arrival + self.tolerance)
         if awaited is not None:
             return Cause(Reason.WAITED, (row, awaited))
@@ -230,26 +235,26 @@ class _Causes:
             return Cause(Reason.FIRST if arrival <= self.tolerance else Reason.UNKNOWN)
         return Cause(Reason.BUSY if arrival <= since + self.tolerance else Reason.UNKNOWN, (row, last))
 
-    def _of_communication(self, row: int, at: int) -> Cause:
-        op = self.rows[row][at]
-        members = self.activity.communications[op.communication] if op.communication >= 0 else [(row, at)]
+    def _of_communication(self, row: int, index: int) -> Cause:
+        op = self.rows[row][index]
+        members = self.activity.communications[op.communication] if op.communication >= 0 else [(row, index)]
         if op.kind is OpKind.RECV and len(members) == 2:
             sender = members[0]
             send = self.rows[sender[0]][sender[1]]
-            if send.end <= op.start + self.tolerance and send.end > self.arrivals[row][at] + self.tolerance:
+            if send.end <= op.start + self.tolerance and send.end > self.arrivals[row][index] + self.tolerance:
                 return Cause(Reason.SENT, sender)
             if send.end <= op.start + self.tolerance:  # the send ended before the receive was issued
-                members = [(row, at)]
+                members = [(row, index)]
         if op.kind is OpKind.SEND and members[1:]:
             receive = self.rows[members[1][0]][members[1][1]]
             if receive.start > op.start + self.tolerance:  # buffered: a send starts alone
-                members = [(row, at)]
+                members = [(row, index)]
         arrival, last = max((self.arrivals[r][a], (r, a)) for r, a in members)
         if op.start > arrival + self.tolerance and (occupant := self._on_stream(members, op.start)) is not None:
             return Cause(Reason.STREAM, occupant)
-        if last != (row, at) and arrival > self.arrivals[row][at] + self.tolerance:
+        if last != (row, index) and arrival > self.arrivals[row][index] + self.tolerance:
             return Cause(Reason.MEMBER, last)
-        return self._on_rank(row, at)
+        return self._on_rank(row, index)
 
     def _on_stream(self, members: Sequence[Place], start: float) -> Place | None:
         """Return the communication that occupied a member's stream until this one started."""

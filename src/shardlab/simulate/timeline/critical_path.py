@@ -40,12 +40,12 @@ class ClockMove(NamedTuple):
     """Interval in which a rank's clock advances: a compute op, or a WAIT in which the rank is idle.
 
     Attributes:
-        at: index of the op in the tape.
-        cause: index of the op that issued the awaited communication; for a compute op, `at`.
+        op: index of the op in the tape.
+        cause: index of the op that issued the awaited communication; for a compute op, `op`.
         start, end: start and end of the interval.
     """
 
-    at: int
+    op: int
     cause: int
     start: float
     end: float
@@ -62,7 +62,7 @@ class _PathWalk:
         self.tapes = traced.program.tapes
         self.items = [self._items(row) for row in range(len(self.tapes))]
         self.ends = [
-            {times.ends[row][at]: at for at, op in enumerate(tape) if op[4] >= 0 and op[0] is not WAIT}
+            {times.ends[row][index]: index for index, op in enumerate(tape) if op[4] >= 0 and op[0] is not WAIT}
             for row, tape in enumerate(self.tapes)
         ]
         self.links: list[PathLink] = []
@@ -83,48 +83,48 @@ class _PathWalk:
         issued: dict[int, int] = {}
         items: list[ClockMove] = []
         stood, step = 0, self.times.end
-        for at, op in enumerate(self.tapes[row]):
+        for index, op in enumerate(self.tapes[row]):
             handle = op[4]
             if op[0] is WAIT:
                 if stood < len(idle) and idle[stood].op == issued.get(handle):
                     cause, since, until = idle[stood]
                     stood += 1
                     if since < step:  # the step ends with its last op
-                        items.append(ClockMove(at, cause, since, min(until, step)))
+                        items.append(ClockMove(index, cause, since, min(until, step)))
             elif handle >= 0:
-                issued[handle] = at
-            elif ends[at] > starts[at]:
-                items.append(ClockMove(at, at, starts[at], ends[at]))
+                issued[handle] = index
+            elif ends[index] > starts[index]:
+                items.append(ClockMove(index, index, starts[index], ends[index]))
         return items
 
-    def _link_before(self, row: int, at: int, time: float) -> tuple[int, int, float] | None:
-        """Add the link that ends at `time`, before op `at` of a row.
+    def _link_before(self, row: int, index: int, time: float) -> tuple[int, int, float] | None:
+        """Add the link that ends at `time`, before op `index` of a row.
 
         Returns:
             Row, op and time at which the path continues (None: the start of the step).
         """
         items = self.items[row]
-        place = bisect_left(items, at, key=lambda item: item.at) - 1
+        place = bisect_left(items, index, key=lambda item: item.op) - 1
         if place < 0:
             if time > 0.0:  # a send that blocks its rank advances the clock without a `ClockMove`
-                self._link(row, self._last_send(row, 0, at), 0.0, time)
+                self._link(row, self._last_send(row, 0, index), 0.0, time)
             return None
         item = items[place]
         if item.end < time:
-            self._link(row, self._last_send(row, item.at, at), item.end, time)
-            return row, item.at + 1, item.end
-        if item.at == item.cause:
-            self._link(row, item.at, item.start, item.end)
-            return row, item.at, item.start
+            self._link(row, self._last_send(row, item.op, index), item.end, time)
+            return row, item.op + 1, item.end
+        if item.op == item.cause:
+            self._link(row, item.op, item.start, item.end)
+            return row, item.op, item.start
         communication_end = self.times.ends[row][item.cause]
         if communication_end < item.end:  # the rank makes up for compute that the communication has slowed down
             begin = max(communication_end, item.start)
             self._link(row, item.cause, begin, item.end, held_up=True)
             if begin == item.start:
-                return row, item.at, item.start
+                return row, item.op, item.start
         return self._through(row, item.cause)
 
-    def _through(self, row: int, at: int) -> tuple[int, int, float] | None:
+    def _through(self, row: int, index: int) -> tuple[int, int, float] | None:
         """Add a communication, and the communications that occupied its stream before it.
 
         Returns:
@@ -132,9 +132,9 @@ class _PathWalk:
             arrived at the start of the step).
         """
         while True:
-            start, end, ready = (of[row][at] for of in (self.times.starts, self.times.ends, self.times.ready))
-            self._link(row, at, start, end)
-            number = self.traced.communication_of[row][self.tapes[row][at][4]]
+            start, end, ready = (of[row][index] for of in (self.times.starts, self.times.ends, self.times.ready))
+            self._link(row, index, start, end)
+            number = self.traced.communication_of[row][self.tapes[row][index][4]]
             members = self.traced.communications[number].participants
             occupant = self._on_the_stream(members, start) if start > ready else None
             if occupant is None:
@@ -142,7 +142,7 @@ class _PathWalk:
                 last, rank, op = max(arrivals, key=lambda arrival: (arrival[0] == start, arrival[0]))
                 if last == start or (occupant := self._under_way(members, start)) is None:
                     return (rank, op, start) if start > 0.0 else None
-            row, at = occupant
+            row, index = occupant
 
     def _on_the_stream(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
         """Return the communication that occupied a member's stream until this one started."""
@@ -157,16 +157,16 @@ class _PathWalk:
         sends = [(rank, op) for rank, _, op in members if self.times.ends[rank][op] == start]
         return next((send for send in sends if self.times.starts[send[0]][send[1]] < start), None)
 
-    def _came(self, row: int, at: int) -> float:
+    def _came(self, row: int, index: int) -> float:
         """Return the time at which a rank reached an op."""
         items = self.items[row]
-        place = bisect_left(items, at, key=lambda item: item.at) - 1
+        place = bisect_left(items, index, key=lambda item: item.op) - 1
         return items[place].end if place >= 0 else 0.0
 
     def _last_send(self, row: int, since: int, until: int) -> int:
         """Return the index of the last SEND between two ops (`since`: there is none)."""
         tape = self.tapes[row]
-        return next((at for at in range(until - 1, since - 1, -1) if tape[at][0] is SEND), since)
+        return next((index for index in range(until - 1, since - 1, -1) if tape[index][0] is SEND), since)
 
     def _link(self, row: int, op: int, start: float, end: float, *, held_up: bool = False) -> None:
         if end > start:

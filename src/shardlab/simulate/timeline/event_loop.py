@@ -55,7 +55,7 @@ class EventLoop(Generic[C]):
         contention, lag: time that a row loses to communication in flight, and at each wait (see `Prices`).
 
     Attributes:
-        at: for each row, the index of its next op.
+        next_ops: for each row, the index of its next op.
         clocks: for each row, the time at which its next op starts.
         slows: whether communication slows compute down.
         pending: communications that some members have joined.
@@ -63,7 +63,7 @@ class EventLoop(Generic[C]):
     """
 
     def __init__(self, rows: int, contention: float, lag: Lag) -> None:
-        self.at, self.clocks = [0] * rows, [0.0] * rows
+        self.next_ops, self.clocks = [0] * rows, [0.0] * rows
         self.contention, self.lag, self.slows = contention, lag, contention > 0 or lag.most > 0
         self.idle = [IdleLog() for _ in range(rows)]
         self._waits: dict[int, StartEnd] = {}
@@ -82,7 +82,7 @@ class EventLoop(Generic[C]):
 
     def run_rows(self) -> list[int]:
         """Run to the end, and return the rows that are blocked for ever."""
-        for row in range(len(self.at)):
+        for row in range(len(self.next_ops)):
             self.stop(row, 0, 0.0)
         while self._heap:
             now, _, _, row, communication = heapq.heappop(self._heap)
@@ -114,14 +114,14 @@ class EventLoop(Generic[C]):
             self.push(joined.ready, communication)
         return joined
 
-    def stop(self, row: int, at: int, clock: float) -> None:
+    def stop(self, row: int, index: int, clock: float) -> None:
         """Stop a row, which continues at an op when time `clock` has come."""
-        self.at[row], self.clocks[row] = at, clock
+        self.next_ops[row], self.clocks[row] = index, clock
         heapq.heappush(self._heap, (clock, 0, next(self._tie), row, None))
 
-    def wait(self, row: int, at: int, clock: float, times: StartEnd) -> None:
+    def wait(self, row: int, index: int, clock: float, times: StartEnd) -> None:
         """Block a row at an op until a communication has started."""
-        self.at[row], self.clocks[row], self._waits[row] = at, clock, times
+        self.next_ops[row], self.clocks[row], self._waits[row] = index, clock, times
 
     def wake(self, row: int, times: StartEnd, now: float) -> None:
         """Resume a row if it waits for a communication that has started."""

@@ -50,18 +50,18 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
     parts: list[tuple[float, int, int, int]] = []  # (completion, rank, op, communication)
     for rank, step in steps.items():
         tape = checked.program.tapes[rank]
-        for at, moments in step.ops.items():
-            if tape[at].kind in COMMUNICATION:
-                communication = checked.communication_of[rank][tape[at].handle]
+        for index, moments in step.ops.items():
+            if tape[index].kind in COMMUNICATION:
+                communication = checked.communication_of[rank][tape[index].handle]
                 arrived[communication] = max(arrived.get(communication, 0.0), moments.start + shift[rank])
                 if moments.completion is not None:
-                    parts.append((moments.completion + shift[rank], rank, at, communication))
+                    parts.append((moments.completion + shift[rank], rank, index, communication))
             elif moments.end is not None:
-                spans_by_rank[rank][at] = (moments.start + shift[rank], moments.end + shift[rank])
+                spans_by_rank[rank][index] = (moments.start + shift[rank], moments.end + shift[rank])
     free: dict[tuple[int, object], float] = {}
-    for end, rank, at, communication in sorted(parts):
+    for end, rank, index, communication in sorted(parts):
         stream = (rank, queue_key(checked.program, checked.communications[communication]))
-        spans_by_rank[rank][at] = (min(end, max(arrived[communication], free.get(stream, 0.0))), end)
+        spans_by_rank[rank][index] = (min(end, max(arrived[communication], free.get(stream, 0.0))), end)
         free[stream] = end
     return spans_by_rank
 
@@ -144,9 +144,10 @@ def _means(spans_of_steps: Sequence[Spans]) -> dict[int, float]:
 
     Medians would add up to less than a step, since a communication is usually fast and sometimes slow.
     """
-    places = sorted({at for spans in spans_of_steps for at in spans})
+    places = sorted({index for spans in spans_of_steps for index in spans})
     return {
-        at: fmean(end - start for spans in spans_of_steps if at in spans for start, end in [spans[at]]) for at in places
+        index: fmean(end - start for spans in spans_of_steps if index in spans for start, end in [spans[index]])
+        for index in places
     }
 
 
@@ -163,12 +164,12 @@ def _timeline(checked: Checked, step: Mapping[int, Spans], records: Mapping[int,
 def _events(checked: Checked, rank: int, spans: Spans, record: RankRecord | None) -> list[Event]:
     live = record.memory.live if record is not None and record.memory is not None else {}
     events: list[Event] = []
-    for at, op in enumerate(checked.program.tapes[rank]):
-        if is_event(op.kind) and at in spans:
+    for index, op in enumerate(checked.program.tapes[rank]):
+        if is_event(op.kind) and index in spans:
             about = (*op.inputs, *op.outputs)[:1]
             microbatches = checked.specs[rank][about[0]].microbatches if about else 0
-            memory = sum(live.get(at, {}).values())
-            events.append(Event(rank, at, op.kind, op.layer, microbatches, *spans[at], memory))
+            memory = sum(live.get(index, {}).values())
+            events.append(Event(rank, index, op.kind, op.layer, microbatches, *spans[index], memory))
     return events
 
 
@@ -183,7 +184,9 @@ def _counter(record: RankRecord | None, step: StepRecord | None, zero: float) ->
     if record is None or record.memory is None or step is None:
         return []
     live, ops = record.memory.live, step.ops
-    return counter_of((ops[at].start - record.offset - zero, live[at]) for at in sorted(live.keys() & ops.keys()))
+    return counter_of(
+        (ops[index].start - record.offset - zero, live[index]) for index in sorted(live.keys() & ops.keys())
+    )
 
 
 def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -> list[str]:
@@ -207,8 +210,8 @@ def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -
 
 
 def _place(tape: Sequence[Op], ops: Iterable[int]) -> str:
-    at = max(ops, default=0)
-    return f"op {at} {tape[at]}"
+    index = max(ops, default=0)
+    return f"op {index} {tape[index]}"
 
 
 @dataclass(frozen=True)
@@ -313,14 +316,16 @@ def _kinds(measured: Measured, predicted: Timeline | None, rank: int) -> list[Ki
     seconds = measured.seconds[rank]
     expected = {event.op: event.end - event.start for event in predicted.events[rank]} if predicted else None
     places: dict[OpKind, list[int]] = defaultdict(list)
-    for at, op in enumerate(measured.timeline.program.tapes[rank]):
+    for index, op in enumerate(measured.timeline.program.tapes[rank]):
         if is_event(op.kind):
-            places[op.kind].append(at)
+            places[op.kind].append(index)
     rows: list[KindRow] = []
     for kind, ops in places.items():
-        timed_ops = [at for at in ops if at in seconds]
-        total = None if expected is None else sum(expected[at] for at in timed_ops)
-        rows.append(KindRow(rank, kind, len(ops), len(timed_ops), Pair(total, sum(seconds[at] for at in timed_ops))))
+        timed_ops = [index for index in ops if index in seconds]
+        total = None if expected is None else sum(expected[index] for index in timed_ops)
+        rows.append(
+            KindRow(rank, kind, len(ops), len(timed_ops), Pair(total, sum(seconds[index] for index in timed_ops)))
+        )
     return rows
 
 
@@ -471,8 +476,8 @@ def _add(record: RankRecord, entry: Mapping[str, Any]) -> None:
     """Add an entry of a file to a record. JSON has text instead of numbers as keys, and lists instead of tuples."""
     if "step" in entry:
         step = entry["step"]
-        ops = {int(at): OpTimes(*times) for at, times in step["ops"].items()}
+        ops = {int(index): OpTimes(*times) for index, times in step["ops"].items()}
         record.steps.append(StepRecord(step["began"], step["ended"], ops))
     else:
         memory = entry["memory"]
-        record.memory = MemoryRecord({int(at): live for at, live in memory["live"].items()}, memory["peak"])
+        record.memory = MemoryRecord({int(index): live for index, live in memory["live"].items()}, memory["peak"])

@@ -306,26 +306,26 @@ class TapeMemory(MemoryLedger):
         counters, at_starts = list[tuple[int, ...]](), list[tuple[int, ...]]()
         overwrites, last_reads, counts = self._overwrites, self._last_reads, self._counts
         peak_op = 0
-        for at, op in enumerate(self._tape):
+        for index, op in enumerate(self._tape):
             kind = op[0]
             before_ops.append(self.bytes)
             if counts:
                 at_starts.append(tuple(self.by_category))
             if kind is not FREE and kind is not WAIT:
                 if op[4] >= 0:
-                    self._communicate(at, op)
+                    self._communicate(index, op)
                 else:
                     self._compute(op)
-                if at in overwrites:
-                    self._release(overwrites[at])
+                if index in overwrites:
+                    self._release(overwrites[index])
                 if kind.row.ends:
                     self._update(op)
                 if self.bytes > self.peak_bytes:
                     self.record_peak(kind, op[1])
-                    peak_op = at
+                    peak_op = index
             during.append(self.bytes)
-            if at in last_reads:
-                self._release_input(at, op)
+            if index in last_reads:
+                self._release_input(index, op)
             if counts:
                 counters.append(tuple(self.by_category))
             if kind is FREE:
@@ -352,7 +352,7 @@ class TapeMemory(MemoryLedger):
                 self._residual_bytes[number], self._residual_in[outputs[-1]] = self._bytes[number], number
                 self._release(number)
 
-    def _communicate(self, at: int, op: Op) -> None:
+    def _communicate(self, index: int, op: Op) -> None:
         """Add the outputs of a communication or a copy, now in flight, and the buffer of its batch of collectives."""
         kind, inputs, outputs, handle = op[0], op[2], op[3], op[4]
         if self._residual_bytes:
@@ -363,8 +363,8 @@ class TapeMemory(MemoryLedger):
             self._hold(number, spec, _GATHERED if gathers else _COMMUNICATION)
         if outputs:
             self._issued[handle] = outputs
-        if at in self._buffers_at:
-            bytes = sum(self._size(self._specs[number]) for number in self._buffers_at[at])
+        if index in self._buffers_at:
+            bytes = sum(self._size(self._specs[number]) for number in self._buffers_at[index])
             handles = [self._tape[other][4] for other in self._batches[op.batch]]
             self._buffers |= dict.fromkeys(handles, (handles, bytes))
             self.hold(_COMMUNICATION, bytes)
@@ -387,9 +387,9 @@ class TapeMemory(MemoryLedger):
         for number in self._views.release(tuple([op[2][place] for place in op[0].row.ends])):
             self._release(number)
 
-    def _release_input(self, at: int, op: Op) -> None:
+    def _release_input(self, index: int, op: Op) -> None:
         """End the input of a forward pass if no later op reads it, or keep it for its layer's backward pass."""
-        number = self._last_reads[at]
+        number = self._last_reads[index]
         if self._keeps_input[op.layer]:
             self._only_saved.add(number)
         else:
@@ -461,14 +461,16 @@ def _overwrites(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, real: b
 
     The result maps the index of such an op to the older value, which counts 0 bytes after the op.
     """
-    older_of = {at: older for at, (older, _) in in_place.fused.items()}
+    older_of = {index: older for index, (older, _) in in_place.fused.items()}
     if real:
         # A REDUCE has an output only on its root.
-        reusing_ops = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)
-        older_of |= {at: tape[at].inputs[0] for at in reusing_ops}
+        reusing_ops = (index for index in in_place.first_input if index not in older_of and tape[index].outputs)
+        older_of |= {index: tape[index].inputs[0] for index in reusing_ops}
     if buckets.batched:
         older_of = {
-            at: older for at, older in older_of.items() if at not in buckets.batched and older not in buckets.first
+            index: older
+            for index, older in older_of.items()
+            if index not in buckets.batched and older not in buckets.first
         }
     return older_of
 

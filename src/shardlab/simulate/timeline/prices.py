@@ -129,8 +129,8 @@ class PriceList:
         op = None
         for communication in together:
             largest = 0
-            for rank, _, at in communication.participants:
-                op, specs = tapes[rank][at], self._traced.specs[rank]
+            for rank, _, index in communication.participants:
+                op, specs = tapes[rank][index], self._traced.specs[rank]
                 for number in (*op[2], *op[3]):
                     largest = max(largest, self._bytes(specs[number]))
             bytes += largest

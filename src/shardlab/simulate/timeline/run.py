@@ -58,15 +58,15 @@ def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]], *
             [
                 Event(
                     row,
-                    at,
+                    index,
                     op.kind,
                     op.layer,
                     specs[(op.inputs or op.outputs)[0]].microbatches if op.inputs or op.outputs else 0,
-                    starts[at],
-                    ends[at],
-                    live[at],
+                    starts[index],
+                    ends[index],
+                    live[index],
                 )
-                for at, op in enumerate(tape)
+                for index, op in enumerate(tape)
                 if is_event(op.kind)
             ]
         )
@@ -150,7 +150,7 @@ class Clocks(EventLoop[int]):
         blocked_rows = self.run_rows()
         if blocked_rows:
             tape = self._traced.program.tapes[blocked_rows[0]]
-            op = tape[self._handle_op[blocked_rows[0]][tape[self.at[blocked_rows[0]]].handle]]
+            op = tape[self._handle_op[blocked_rows[0]][tape[self.next_ops[blocked_rows[0]]].handle]]
             raise UserError(
                 f"the step never ends where a send waits for its receive: rank {blocked_rows[0]} waits in {op}; issue "
                 "crossing sends and receives with exchange"
@@ -166,8 +166,8 @@ class Clocks(EventLoop[int]):
         communications, communication_of = self._traced.communications, self._traced.communication_of[row]
         blocks = self._prices.blocking_p2p
         clock = self.clocks[row]
-        for at in range(self.at[row], len(ops)):
-            op = ops[at]
+        for index in range(self.next_ops[row], len(ops)):
+            op = ops[index]
             kind, handle = op[0], op[4]
             if kind is FREE:
                 continue
@@ -175,7 +175,7 @@ class Clocks(EventLoop[int]):
                 times = handle_times[handle]
                 end = times[1]
                 if end == PENDING:
-                    self.wait(row, at, clock, times)
+                    self.wait(row, index, clock, times)
                     return
                 if self.slows:
                     issued = handle_op[handle]
@@ -189,9 +189,9 @@ class Clocks(EventLoop[int]):
                 alone = not one_stream and len(communications[number].participants) == 1
                 alone = alone and number not in self._together
                 if clock > now and not alone:  # so that ready communications start in the order of time
-                    self.stop(row, at, clock)
+                    self.stop(row, index, clock)
                     return
-                handle_op[handle] = at
+                handle_op[handle] = index
                 if alone:
                     handle_times[handle] = [PENDING, PENDING]
                     self.start(number, clock)
@@ -200,11 +200,11 @@ class Clocks(EventLoop[int]):
                 if kind is SEND and blocks:
                     clock += blocks * self._price.message(op, row, specs)[0]
             else:
-                starts[at] = clock
-                if at not in costless:
+                starts[index] = clock
+                if index not in costless:
                     clock += price(op, specs)
-                ends[at] = clock
-        self.at[row], self.clocks[row] = len(ops), clock
+                ends[index] = clock
+        self.next_ops[row], self.clocks[row] = len(ops), clock
 
     def _issue(self, kind: OpKind, number: int, row: int, now: float) -> StartEnd:
         """Issue one member's part of a communication, and return the list of its start and end.
@@ -238,8 +238,8 @@ class Clocks(EventLoop[int]):
             members = [member for collective in together for member in collective.participants]
             self._run(about, members, ready, self._price.collective(*together))
             return
-        rank, _, at = about.participants[0]
-        op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
+        rank, _, index = about.participants[0]
+        op, specs = self._traced.program.tapes[rank][index], self._traced.specs[rank]
         if about.stream is COPY:
             self._run(about, about.participants, ready, self._price.copy(op, specs))
             return
@@ -312,8 +312,8 @@ def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
     batches: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, (stream, _, members) in enumerate(traced.communications):
         if stream is COLLECTIVE:
-            rank, _, at = members[0]
-            if (batch := tapes[rank][at].batch) >= 0:
+            rank, _, index = members[0]
+            if (batch := tapes[rank][index].batch) >= 0:
                 batches[rank, batch].append(number)
     return {number: tuple(together) for together in batches.values() for number in together}
 
@@ -329,9 +329,11 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
         tape = traced.program.tapes[row]
         arena = any(live[CATEGORIES.index(Category.ARENA)] for live in memory.counters[:1])
         names = {
-            at: category.value for at, category in enumerate(CATEGORIES) if arena or category is not Category.ARENA
+            index: category.value
+            for index, category in enumerate(CATEGORIES)
+            if arena or category is not Category.ARENA
         }
-        samples = ({name: live[at] for at, name in names.items()} for live in memory.counters)
+        samples = ({name: live[index] for index, name in names.items()} for live in memory.counters)
         counters.append(counter_of(zip(moments(tape, times.starts[row], times.ends[row]), samples, strict=True)))
     return counters
 
@@ -343,7 +345,7 @@ def element_counters(traced: Traced, times: Times) -> list[Counter]:
         tape = traced.program.tapes[row]
         reached = moments(tape, times.starts[row], times.ends[row])
         samples = (
-            (time, {category.value: live[at] for at, category in enumerate(CATEGORIES) if category is not ARENA})
+            (time, {category.value: live[index] for index, category in enumerate(CATEGORIES) if category is not ARENA})
             for op, time, live in zip(tape, reached, memory.at_starts, strict=True)
             if is_event(op.kind)
         )
@@ -366,16 +368,16 @@ def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) 
     """Return the time at which compute reaches each op: the start of a compute op, the issue of a communication."""
     clock, reached = 0.0, list[float]()
     issued: dict[int, int] = {}
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op.kind is OpKind.WAIT:
             clock = max(clock, ends[issued[op.handle]])
         elif op.handle >= 0:
-            issued[op.handle] = at
+            issued[op.handle] = index
         elif op.kind is not OpKind.FREE:
-            clock = max(clock, starts[at])
+            clock = max(clock, starts[index])
         reached.append(clock)
         if op.handle < 0 and op.kind is not OpKind.FREE:
-            clock = max(clock, ends[at])
+            clock = max(clock, ends[index])
     return reached
 
 

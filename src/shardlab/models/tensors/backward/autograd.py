@@ -128,7 +128,8 @@ def autograd_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses:
         tensors, factor = ctx.tensors, ctx.factor(primitive, block)
         sequences = ctx.rows, ctx.tokens
         inputs = [
-            tensors[at] if buffers else tensors[at].unflatten(0, sequences) for at, buffers in inputs_by_name.values()
+            tensors[index] if buffers else tensors[index].unflatten(0, sequences)
+            for index, buffers in inputs_by_name.values()
         ]
         weights = [ctx.weights[place] for place in weight_places]
 

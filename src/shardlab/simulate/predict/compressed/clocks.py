@@ -268,8 +268,8 @@ class _RowClocks(EventLoop[_Meeting]):
         collectives, messages, entries = state.collectives, state.messages, state.entries
         clock = self.clocks[row]
         computed = latest = 0.0
-        for at in range(self.at[row], len(entries)):
-            entry = entries[at]
+        for index in range(self.next_ops[row], len(entries)):
+            entry = entries[index]
             # types are final and compared, since isinstance takes twice as long; the most frequent ones come first
             if type(entry) is Compute:
                 if entry.waits:
@@ -289,7 +289,7 @@ class _RowClocks(EventLoop[_Meeting]):
                 group, ago, kind, _ = entry
                 times = collectives[group][-ago]
                 if times[1] == PENDING:
-                    self.wait(row, at, clock, times)
+                    self.wait(row, index, clock, times)
                     break
                 if times[-1] > clock or self.slows:
                     clock = self._end_of_wait(row, clock, times, (kind, group.axis))
@@ -297,7 +297,7 @@ class _RowClocks(EventLoop[_Meeting]):
                 route, turn = entry
                 times = messages[route][turn]
                 if times[1] == PENDING:
-                    self.wait(row, at, clock, times)
+                    self.wait(row, index, clock, times)
                     break
                 del messages[route][turn]
                 if times[-1] > clock or self.slows:
@@ -309,7 +309,7 @@ class _RowClocks(EventLoop[_Meeting]):
             else:
                 clock += self._join(row, clock, entry, collectives[entry.channel])
         else:
-            self.at[row], self.clocks[row] = len(entries), clock
+            self.next_ops[row], self.clocks[row] = len(entries), clock
         self.end = max(self.end, computed, latest)
 
     def _end_of_wait(self, row: int, clock: float, times: StartEnd, awaited: Awaited) -> float:

@@ -611,7 +611,7 @@ def _key_sequence(
     steps: Sequence[ShardedStep], own_stages: Sequence[int], rank_place: int, *, gathers: bool
 ) -> KeySequence:
     places = {stage: place for place, stage in enumerate(own_stages)}
-    last = {step.stage: at for at, step in enumerate(steps) if isinstance(step, (Backward, BackwardWeight))}
+    last = {step.stage: index for index, step in enumerate(steps) if isinstance(step, (Backward, BackwardWeight))}
     ahead = _ahead(steps, places) if gathers else {}
     boundaries: dict[tuple[int, bool, int], StageBoundary] = {}
     receives: dict[tuple[int, bool], list[tuple[int, StageBoundary]]] = defaultdict(list)
@@ -620,7 +620,7 @@ def _key_sequence(
     numbers: dict[Hashable, int] = {}
     keys: list[StepKey] = []
     order: list[int] = []
-    for at, step in enumerate(steps):
+    for index, step in enumerate(steps):
         kind, stage, boundary, earlier_send, turn, is_last = type(step), places[step.stage], None, None, -1, False
         lookahead = NO_LOOKAHEAD
         if isinstance(step, Message):
@@ -633,14 +633,14 @@ def _key_sequence(
             else:
                 earlier_send, sends[step.peer] = sends.get(step.peer), boundary
         else:
-            is_last = last.get(step.stage) == at
+            is_last = last.get(step.stage) == index
             if isinstance(step, PASS_STEPS):
                 unawaited, m = receives[stage, kind is Forward], step.microbatch
                 for place, (microbatch, _) in enumerate(unawaited):
                     if microbatch == m:
                         boundary, turn = unawaited.pop(place)[1], place
                         break
-                lookahead = ahead.get(at, NO_LOOKAHEAD)
+                lookahead = ahead.get(index, NO_LOOKAHEAD)
         lookup_key = kind, stage, id(boundary), id(earlier_send), turn, is_last, lookahead if gathers else None
         number = numbers.get(lookup_key)
         if number is None:
@@ -661,13 +661,13 @@ def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Lo
     next_pass: UpcomingPass | None = None
     other_stage: UpcomingPass | None = None
     later_stages: frozenset[int] = frozenset()
-    for at in range(len(steps) - 1, -1, -1):
-        step = steps[at]
+    for index in range(len(steps) - 1, -1, -1):
+        step = steps[index]
         if isinstance(step, PASS_STEPS):
             this_pass = UpcomingPass(places[step.stage], isinstance(step, Forward))
             if next_pass is not None and next_pass.stage != this_pass.stage:
                 other_stage = next_pass
-            lookaheads[at] = (next_pass, other_stage), later_stages
+            lookaheads[index] = (next_pass, other_stage), later_stages
             next_pass = this_pass
             later_stages |= {this_pass.stage}
     return lookaheads

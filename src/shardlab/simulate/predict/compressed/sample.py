@@ -224,26 +224,26 @@ class PassMeter:
         arrivals, clock = list[float](), 0.0
         issued: dict[int, int] = {}
         idle_until = {idle.op: idle.until for idle in self.times.idle[0]}
-        for at, op in enumerate(self.tape):
+        for index, op in enumerate(self.tape):
             arrivals.append(clock)
             if op.kind is WAIT:
                 clock = idle_until.get(issued[op.handle], clock)
             elif op.handle >= 0:
-                issued[op.handle] = at
-                clock += blocking * self._seconds(at) if op.kind is OpKind.SEND else 0.0
+                issued[op.handle] = index
+                clock += blocking * self._seconds(index) if op.kind is OpKind.SEND else 0.0
             elif op.kind is not FREE:
-                clock = self.times.ends[0][at]
+                clock = self.times.ends[0][index]
         return arrivals
 
-    def _seconds(self, at: int) -> float:
-        return self.times.ends[0][at] - self.times.starts[0][at]
+    def _seconds(self, index: int) -> float:
+        return self.times.ends[0][index] - self.times.starts[0][index]
 
     def measure(self, start: int, stop: int, key: PassKey) -> MeasuredPass:
         """Measure the pass from op `start` up to, but not including, op `stop`."""
         layer = key[1] if len(key) > 1 else 0
         assert isinstance(layer, int)
         tape = self.tape[start:stop]
-        main = start + next((at for at, op in enumerate(tape) if op.kind in MAIN), len(tape))
+        main = start + next((index for index, op in enumerate(tape) if op.kind in MAIN), len(tape))
         collectives, rest = self._collectives(start, stop)
         seconds = rest + sum(collective.gap + collective.seconds for collective in collectives)
         if rest < 0:  # communication beside compute, on streams without other communication
@@ -271,12 +271,12 @@ class PassMeter:
         )
 
     def _peak(self, start: int, ops: range, layer: int) -> MemoryPeak | None:
-        candidates = [at for at in ops if self.tape[at].kind not in (FREE, WAIT)]
+        candidates = [index for index in ops if self.tape[index].kind not in (FREE, WAIT)]
         if not candidates:
             return None
-        at = max(candidates, key=self.memory.during.__getitem__)
-        added_bytes = _subtract(self.memory.counters[at], self.memory.at_starts[start])
-        return MemoryPeak(sum(added_bytes), added_bytes, self.tape[at].kind, self.tape[at].layer - layer)
+        index = max(candidates, key=self.memory.during.__getitem__)
+        added_bytes = _subtract(self.memory.counters[index], self.memory.at_starts[start])
+        return MemoryPeak(sum(added_bytes), added_bytes, self.tape[index].kind, self.tape[index].layer - layer)
 
     def _collectives(self, start: int, stop: int) -> tuple[tuple[PassCollective, ...], float]:
         """Return the collectives of the pass from op `start` to `stop`, and the seconds of compute after the last one.
@@ -285,8 +285,8 @@ class PassMeter:
         """
         collectives: list[PassCollective] = []
         compute_seconds, issued = 0.0, -1
-        for at in range(start, stop):
-            op = self.tape[at]
+        for index in range(start, stop):
+            op = self.tape[index]
             if op.kind is FREE:
                 continue
             if op.kind is WAIT:
@@ -296,11 +296,11 @@ class PassMeter:
             elif issued >= 0:
                 return (), -1.0
             elif op.handle < 0:
-                compute_seconds += self._seconds(at)
+                compute_seconds += self._seconds(index)
             elif op.group is None:
                 return (), -1.0
             else:
-                collectives.append(PassCollective(compute_seconds, op.group, self._seconds(at), op.kind))
+                collectives.append(PassCollective(compute_seconds, op.group, self._seconds(index), op.kind))
                 compute_seconds, issued = 0.0, op.handle
         return tuple(collectives), compute_seconds
 

@@ -139,7 +139,9 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     short = replace(plan, layers_per_stage=tuple(units))
     if isinstance(plan.recompute, tuple):
         numbers = [number for number, block in enumerate(model.recomputable) if block.start in kept_layers]
-        short = replace(short, recompute=tuple([at for at, number in enumerate(numbers) if number in plan.recompute]))
+        short = replace(
+            short, recompute=tuple([index for index, number in enumerate(numbers) if number in plan.recompute])
+        )
     starts = [bisect_left(whole_layer, start) for start in (*(stage.start for stage in stages), len(model.layers))]
     recomputed_layers = _recomputed(plan, model)
     recomputed = {layer for layer, whole in enumerate(whole_layer) if whole in recomputed_layers}
