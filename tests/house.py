@@ -20,7 +20,7 @@ CODE_LINES = {
     "cli": 8385,
     "common": 1070,
     "draw": 1740,
-    "execute": 3740,
+    "execute": 3775,
     "frameworks": 3375,
     "language": 4690,
     "learn": 5780,

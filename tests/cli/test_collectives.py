@@ -10,12 +10,12 @@ from rich.console import Console
 
 from shardlab.cli import main
 from shardlab.cli.collectives import NAMES, PAIRS, diagram, is_same, print_same, print_shown, short
-from shardlab.execute.transport.trial import CALLS, SEND, Numbers, Shown
+from shardlab.execute.transport.trial import CALLS, SEND, Numbers, TensorStates
 
 Captured = pytest.CaptureFixture[str]
 
 WHOLE: list[Numbers] = [[0.0, 1.0], [10.0, 11.0]]
-REDUCED = Shown(("all_reduce",), [WHOLE, [[10.0, 12.0], [10.0, 12.0]]])
+REDUCED = TensorStates(("all_reduce",), [WHOLE, [[10.0, 12.0], [10.0, 12.0]]])
 
 
 def test_every_collective_that_is_run_is_described() -> None:
@@ -111,8 +111,8 @@ def printed(width: int, encoding: str = "utf-8", count: int = 16) -> list[str]:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
     console = Console(file=stream, width=width, highlight=False)
     tensors: list[Numbers] = [[100.0 * rank + place for place in range(count)] for rank in range(count)]
-    print_shown(console, Shown(("all_reduce",), [tensors, tensors]), "what it does", 0, "sum")
-    print_same(console, "all_reduce", Shown(("reduce_scatter", "all_gather"), [tensors] * 3), same=True)
+    print_shown(console, TensorStates(("all_reduce",), [tensors, tensors]), "what it does", 0, "sum")
+    print_same(console, "all_reduce", TensorStates(("reduce_scatter", "all_gather"), [tensors] * 3), same=True)
     stream.seek(0)
     return stream.read().splitlines()
 
@@ -130,7 +130,7 @@ def test_a_pipe_without_unicode_gets_plain_signs() -> None:
 
 
 def test_what_differs_is_said_and_fails() -> None:
-    wrong = Shown(PAIRS["all_reduce"], [WHOLE, WHOLE, WHOLE])
+    wrong = TensorStates(PAIRS["all_reduce"], [WHOLE, WHOLE, WHOLE])
     assert is_same({("all_reduce",): REDUCED, PAIRS["all_reduce"]: wrong}, "all_reduce") is False
     assert is_same({("all_reduce",): REDUCED}, "all_reduce") is None
     console = Console(file=io.StringIO(), width=80, record=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.execute.compute_ops import Waiting, gradient_views
+from shardlab.execute.compute_ops import DeferredGradients, gradient_views
 from shardlab.execute.executor import Executor
 from shardlab.execute.settings import Settings
 from shardlab.language import Kind, Mesh, OpKind
@@ -53,7 +53,7 @@ def shared_gradients(rank: int, job: Job) -> tuple[int, list[str]]:
             count += len(made)
             others: list[Any] = [value for number, value in enumerate(state.values) if number not in made]
             if op.kind is OpKind.BACKWARD_INPUT:
-                waiting: Waiting = state.values[op.outputs[-1]]
+                waiting: DeferredGradients = state.values[op.outputs[-1]]
                 others += [tensor for _, *both in waiting for tensor in both]
             memories = {each.untyped_storage().data_ptr() for each in others if isinstance(each, Tensor)}
             for number in made:

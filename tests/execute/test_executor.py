@@ -102,7 +102,7 @@ async def gathered_once(rank: Rank) -> None:
 def test_a_new_weight_is_gathered_into_the_place_of_the_old_one() -> None:
     found = analysis_of(user_programs.zero_1, 2, 3, 2)
     gathers = [op.outputs[0] for op in found.tape if op.kind is OpKind.ALL_GATHER]
-    assert found.kept.arriving == set(gathers) == set(found.kept.final)
+    assert found.kept_weights.arriving == set(gathers) == set(found.kept_weights.final)
     assert found.slots == 0
 
 
@@ -116,7 +116,7 @@ def ends_there(found: Analysis, root: int) -> int:
 def test_a_buffer_is_emptied_when_the_last_value_ends_that_lies_there(program: Strategy) -> None:
     """Also what an update has written there, and all slices."""
     found = analysis_of(program, 2, 2, 2)
-    assert found.kept.copied_updates
+    assert found.kept_weights.copied_updates
     for root, slot in found.slot.items():
         assert found.empties[ends_there(found, root)] == slot
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.execute import kernel_choice
-from shardlab.execute.kernel_choice import KeptChoices, choices_of, choose_products, kept_by_rank_0, rows_of
+from shardlab.execute.kernel_choice import KeptChoices, choices_of, choices_of_rank_0, choose_products, rows_of
 from shardlab.models.tensors.compute import KERNEL_CHOICES, Product, kernel_choices
 from tests.support.ranks import Ranks
 
@@ -83,7 +83,7 @@ def chosen_on(rank: int, folder: Path) -> tuple[list[Product], dict[Product, boo
 
 
 def kept_on(rank: int, folder: Path) -> dict[Product, bool]:
-    return dict(kept_by_rank_0(KeptChoices(folder / f"{rank}.json")))
+    return dict(choices_of_rank_0(KeptChoices(folder / f"{rank}.json")))
 
 
 def test_rank_0_measures_the_products_of_all_ranks_and_all_choose_the_same(

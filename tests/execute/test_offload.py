@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlab.execute.offload import Parked, copy, storage_at, tensor_at
+from shardlab.execute.offload import OffloadableTensors, copy, storage_at, tensor_at
 from shardlab.execute.optimizers.flat_slice import Slice
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language.rules.refusals import PLACES
@@ -61,7 +61,7 @@ def test_a_file_takes_its_room_at_once_also_where_the_system_has_no_call_for_it(
 
 def test_parked_tensors_have_no_memory_and_get_their_numbers_back() -> None:
     whole = torch.arange(8.0)
-    parts, parked = whole.split(4), Parked()
+    parts, parked = whole.split(4), OffloadableTensors()
     assert torch.equal(parked.current(parts[1]), parts[1])
     parked.offload([*parts], lambda size: storage_at("host", size, CPU))()
     assert whole.untyped_storage().nbytes() == 0

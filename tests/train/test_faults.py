@@ -93,7 +93,7 @@ def test_a_rank_that_has_ended_is_never_late(clock: Clock, progresses: dict[int,
     watch = watched(progresses)
     for progress in progresses.values():
         put(progress, 1, 5)
-        progress.ended = True
+        progress.has_ended = True
     assert late_after(watch, clock, 100) == []
 
 

@@ -24,7 +24,7 @@ from shardlab.language import Reduction, UserError
 from shardlab.train.launch.environment import require_port
 
 if TYPE_CHECKING:
-    from shardlab.execute.transport.trial import Numbers, Shown
+    from shardlab.execute.transport.trial import Numbers, TensorStates
 
 
 NAMES = {
@@ -135,7 +135,7 @@ class Collectives:
         if not 0 <= self.root < self.ranks:
             raise UserError(f"--root {self.root}: there are ranks 0-{self.ranks - 1}; give one of them")
 
-    def _report(self, names: list[str], results: dict[tuple[str, ...], Shown]) -> Report:
+    def _report(self, names: list[str], results: dict[tuple[str, ...], TensorStates]) -> Report:
         equal: list[dict[str, Any]] = []
         report = Report(ranks=self.ranks, root=self.root, reduction=self.reduction, collectives=[], same=equal)
         if names != ["barrier"]:
@@ -145,7 +145,7 @@ class Collectives:
             shown, says = results[name,], NAMES[name].format(by=self.reduction)
             by = self.reduction if name in REDUCING else "sum"
             report.data["collectives"].append(
-                {"name": name, "says": says, "before": shown.before, "after": shown.after}
+                {"name": name, "says": says, "before": shown.inputs, "after": shown.results}
             )
             report.draw(partial(print_shown, shown=shown, says=says, root=self.root, by=by))
             if (same := is_same(results, name)) is not None:
@@ -155,13 +155,13 @@ class Collectives:
         return report
 
 
-def is_same(results: dict[tuple[str, ...], Shown], name: str) -> bool | None:
+def is_same(results: dict[tuple[str, ...], TensorStates], name: str) -> bool | None:
     """Return whether a collective and its pair in `PAIRS` gave equal results on every rank (None: no pair was run)."""
     double = results.get(PAIRS.get(name, ()))
-    return None if double is None else double.after == results[name,].after
+    return None if double is None else double.results == results[name,].results
 
 
-def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -> None:
+def print_shown(console: Console, shown: TensorStates, says: str, root: int, by: str) -> None:
     """Print a collective: its name, what it does, and a row for each rank.
 
     Args:
@@ -170,7 +170,7 @@ def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -
         by: operation of a reduction.
     """
     (name,) = shown.steps
-    ranks = range(len(shown.before))
+    ranks = range(len(shown.inputs))
     rooted = name in ("broadcast", "scatter", "send")
     gives = [root] if rooted else ranks
     takes = [(root + 1) % len(ranks)] if name == "send" else [root] if name in ("gather", "reduce") else ranks
@@ -181,19 +181,19 @@ def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -
     table = _table(*(("came at", "", "went on at") if is_barrier else ("before", "", "after")))
     width = _column_width(console, len(lines[0]), 2)
     for rank in ranks:
-        cells = [short(each[rank], width, times=is_barrier) for each in (shown.before, shown.after)]
+        cells = [short(each[rank], width, times=is_barrier) for each in (shown.inputs, shown.results)]
         table.add_row(str(rank), cells[0], Text(lines[rank], "cyan"), cells[1])
     console.print(f"[bold]{name}[/]  {says}")
     console.print(table)
     console.print()
 
 
-def print_same(console: Console, name: str, double: Shown, *, same: bool) -> None:
+def print_same(console: Console, name: str, double: TensorStates, *, same: bool) -> None:
     """Print the tensors before and after two collectives in sequence, and compare the result with that of one."""
     one, other = double.steps
     table = _table("before", one, other)
     width = _column_width(console, 0, 3)
-    for rank in range(len(double.before)):
+    for rank in range(len(double.inputs)):
         table.add_row(str(rank), *(short(each[rank], max(width, len(one))) for each in double.tensors))
     console.print(f"[bold]{name} = {one} + {other}[/]")
     console.print(table)

@@ -70,16 +70,17 @@ def averaged_weights(state: State) -> Generator[None, None, None]:
     A rank has the averages of the slices that it updates, and receives the averages of its other slices. All ranks
     enter the context together.
     """
-    places, device = state.analysis.kept.place_of, state.settings.device
+    places, device = state.analysis.kept_weights.place_of, state.settings.device
     weights = {
-        key: tensor_at(places[key], kept.shape, kept.dtype, device).copy_(kept) for key, kept in state.kept.items()
+        key: tensor_at(places[key], weight.shape, weight.dtype, device).copy_(weight)
+        for key, weight in state.kept.items()
     }
     try:
         _write_averages(state)
         yield
     finally:
-        for key, kept in state.kept.items():
-            kept.copy_(weights[key])
+        for key, weight in state.kept.items():
+            weight.copy_(weights[key])
 
 
 def slices_of(checked: Checked, rank: int, kind: OpKind) -> list[tuple[int, Holds]]:
@@ -95,16 +96,16 @@ def slices_of(checked: Checked, rank: int, kind: OpKind) -> list[tuple[int, Hold
 
 def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
     """Return (rank, slices that the rank loads) of the lowest ranks that together load the whole layer."""
-    loaded = [
+    loads = [
         (rank, op.holds)
         for rank, tape in enumerate(program.tapes)
         for op in tape
         if op.kind is OpKind.LOAD_WEIGHT and op.layer == layer and op.holds is not None
     ]
-    slices = math.lcm(*(holds.of for _, holds in loaded))
+    slices = math.lcm(*(holds.of for _, holds in loads))
     covered: set[int] = set()
     owners: list[tuple[int, Holds]] = []
-    for rank, holds in loaded:
+    for rank, holds in loads:
         pieces = set(bits(holds.refined(slices).mask))
         if not pieces <= covered:
             covered |= pieces
@@ -115,36 +116,36 @@ def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
 def _write_averages(state: State) -> None:
     """Overwrite the kept weights with their averages. An average that some rank lacks is broadcast to all ranks."""
     shapes, ranks = state.shapes, range(dist.get_world_size())
-    updated, loaded = (
+    updated_slices, loaded_slices = (
         [slices_of(state.checked, rank, kind) for rank in ranks] for kind in (OpKind.UPDATE, OpKind.LOAD_WEIGHT)
     )
-    for layer, holds in dict.fromkeys(key for keys in updated for key in keys if shapes.flat[key[0]]):
+    for layer, holds in dict.fromkeys(key for keys in updated_slices for key in keys if shapes.flat[key[0]]):
         ranges = shapes.ranges(layer, holds)
-        average = _average_of(state, layer, holds) if (layer, holds) in updated[state.rank] else None
+        average = _average_of(state, layer, holds) if (layer, holds) in updated_slices[state.rank] else None
         some_rank_lacks_it = any(
-            _overlaps(ranges, shapes.ranges(layer, kept))
+            _overlaps(ranges, shapes.ranges(layer, other_holds))
             for rank in ranks
-            for other_layer, kept in loaded[rank]
-            if other_layer == layer and (layer, holds) not in updated[rank]
+            for other_layer, other_holds in loaded_slices[rank]
+            if other_layer == layer and (layer, holds) not in updated_slices[rank]
         )
         if some_rank_lacks_it:
             if average is None:
                 dtype = getattr(torch, state.settings.precision.state)
                 average = torch.empty(sum(b - a for a, b in ranges), dtype=dtype, device=state.settings.device)
-            dist.broadcast(average, next(rank for rank in ranks if (layer, holds) in updated[rank]))
+            dist.broadcast(average, next(rank for rank in ranks if (layer, holds) in updated_slices[rank]))
         if average is not None:
-            for (other_layer, kept), tensor in state.kept.items():
+            for (other_layer, other_holds), tensor in state.kept.items():
                 if other_layer == layer:
-                    for here, there, length in _overlaps(shapes.ranges(layer, kept), ranges):
-                        tensor[here : here + length] = average[there : there + length]
+                    for target, source, length in _overlaps(shapes.ranges(layer, other_holds), ranges):
+                        tensor[target : target + length] = average[source : source + length]
 
 
 def _average_of(state: State, layer: int, holds: Holds) -> Tensor:
     """Return the average of slices that this rank updates, on the device. Before the first step, it is the weights."""
-    optimizer, owner = state.opt_states[layer, holds], state.analysis.kept.memory_of(layer, holds)
+    optimizer, owner = state.opt_states[layer, holds], state.analysis.kept_weights.memory_of(layer, holds)
     if owner is not None:  # the last update may have used copies of the weights, which have been freed
-        kept = state.kept[owner]
-        optimizer.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
+        weight = state.kept[owner]
+        optimizer.carry([weight[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
     return optimizer.average.to(state.settings.device)
 
 
@@ -156,13 +157,13 @@ def _overlaps(a: Ranges, b: Ranges) -> list[tuple[int, int, int]]:
         b: ranges that the second tensor stores, in order.
     """
     overlaps: list[tuple[int, int, int]] = []
-    here = 0
+    offset_a = 0
     for start, stop in a:
-        there = 0
+        offset_b = 0
         for begin, end in b:
             first, last = max(start, begin), min(stop, end)
             if first < last:
-                overlaps.append((here + first - start, there + first - begin, last - first))
-            there += end - begin
-        here += stop - start
+                overlaps.append((offset_a + first - start, offset_b + first - begin, last - first))
+            offset_b += end - begin
+        offset_a += stop - start
     return overlaps

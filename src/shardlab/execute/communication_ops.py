@@ -38,24 +38,24 @@ def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
     A member sends to each member the cells and pieces that are both in the sender's input and in the receiver's output.
     All these parts have the same size.
     """
-    (given,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
-    mine, result = state.specs[given], state.specs[output]
-    sent = [_places(state, mine, _common(mine, theirs)) for theirs in _received(state, op)]
-    came = [_places(state, result, _common(theirs, result)) for theirs in _given(state, op)]
-    shape, over = state.shapes.shape(result), at in state.analysis.last_copies
+    (operand,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
+    mine, result = state.specs[operand], state.specs[output]
+    send_places = [_places(state, mine, _common(mine, theirs)) for theirs in _output_specs(state, op)]
+    receive_places = [_places(state, result, _common(theirs, result)) for theirs in _input_specs(state, op)]
+    shape, drops_input = state.shapes.shape(result), at in state.analysis.last_copies
 
     def start() -> Wait:
-        tensor: Tensor = values[given]
-        parts = torch.stack([tensor[places] for places in sent])
-        if over:
-            values[given] = None
+        tensor: Tensor = values[operand]
+        parts = torch.stack([tensor[places] for places in send_places])
+        if drops_input:
+            values[operand] = None
         inbox = torch.empty_like(parts)
         wait = links.wait_of(transport.all_to_all([inbox], [parts]))
 
         def sort() -> None:
             wait()
             whole = values[output] = inbox.new_empty(shape)
-            for places, part in zip(came, inbox, strict=True):
+            for places, part in zip(receive_places, inbox, strict=True):
                 whole[places] = part
 
         return sort
@@ -73,17 +73,19 @@ def _common(one: Spec, other: Spec) -> Spec:
 def _places(state: State, spec: Spec, part: Spec) -> Places:
     """Return the indices of the elements of `part` in the tensor of `spec`, a value that contains this part."""
     shapes, device = state.shapes, state.settings.device
-    held = list(bits(spec.microbatches))
-    rows = [held.index(m) for m in bits(part.microbatches)]
+    microbatches = list(bits(spec.microbatches))
+    rows = [microbatches.index(m) for m in bits(part.microbatches)]
     if shapes.model.is_buffers(spec.layer):  # buffers of experts: by microbatch, then by expert
-        of = spec.form.space.count("expert")
-        experts = shapes.model.activation_shape(spec.layer)[0] // of
-        here = list(bits(spec.pieces("expert")))
-        mine = [here.index(piece) * experts + e for piece in bits(part.pieces("expert")) for e in range(experts)]
-        return (torch.tensor([row * len(here) * experts + e for row in rows for e in mine], device=device),)
+        piece_count = spec.form.space.count("expert")
+        experts = shapes.model.activation_shape(spec.layer)[0] // piece_count
+        expert_pieces = list(bits(spec.pieces("expert")))
+        mine = [
+            expert_pieces.index(piece) * experts + e for piece in bits(part.pieces("expert")) for e in range(experts)
+        ]
+        return (torch.tensor([row * len(expert_pieces) * experts + e for row in rows for e in mine], device=device),)
     rows = [row * shapes.rows + r for row in rows for r in range(shapes.rows)]
     places = (rows, shapes.positions(spec, part), _features(shapes, spec, part))
-    return torch.meshgrid(*(torch.tensor(each, device=device) for each in places), indexing="ij")
+    return torch.meshgrid(*(torch.tensor(indices, device=device) for indices in places), indexing="ij")
 
 
 def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
@@ -91,13 +93,13 @@ def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
 
     Both have consecutive whole heads, although a single piece of heads may be smaller than a head.
     """
-    of = spec.form.space.count("head")
-    held, wanted = (list(bits(each.pieces("head"))) for each in (spec, part))
+    piece_count = spec.form.space.count("head")
+    pieces, part_pieces = (list(bits(value_spec.pieces("head"))) for value_spec in (spec, part))
     places: list[int] = []
     start = 0
     for section in shapes.sections(spec):
         first, last, begin, end = (
-            piece * section // of for piece in (held[0], held[-1] + 1, wanted[0], wanted[-1] + 1)
+            piece * section // piece_count for piece in (pieces[0], pieces[-1] + 1, part_pieces[0], part_pieces[-1] + 1)
         )
         places += range(start + begin - first, start + end - first)
         start += last - first
@@ -109,12 +111,12 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
 
     A REDUCE overwrites its tensor on all ranks, although only the root receives the result.
     """
-    (given,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
+    (operand,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
     in_place = at in state.analysis.in_place.first_input
-    of_weights = state.specs[given].kind is Kind.WEIGHT
+    of_weights = state.specs[operand].kind is Kind.WEIGHT
 
     def start() -> Wait:
-        tensor: torch.Tensor = values[given]
+        tensor: torch.Tensor = values[operand]
         if of_weights and op.outputs:
             tensor = state.memory_for(op.outputs[0]).copy_(tensor)
         elif of_weights or not in_place or not tensor.is_contiguous():
@@ -130,7 +132,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare an ALL_GATHER or GATHER. Weights are gathered into their buffer, other values into new memory."""
-    (given,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
+    (operand,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
 
     def gather(whole: Sequence[torch.Tensor], piece: torch.Tensor) -> Wait:
         if op.kind is OpKind.GATHER:
@@ -138,10 +140,10 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
         return links.wait_of(transport.all_gather(whole, [piece]))
 
     if not op.outputs:
-        return lambda: gather([], values[given].contiguous())
+        return lambda: gather([], values[operand].contiguous())
     (output,) = op.outputs
     shape = state.shapes.shape(state.specs[output])
-    members = _given(state, op)
+    members = _input_specs(state, op)
     if index_apart(members) is not None or along_sequence(members):
         return _gather_apart(state, gather, op, len(group.ranks), join_of(state.shapes, members))
     places = places_of(state, op)
@@ -149,9 +151,9 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     def start() -> Wait:
         whole = values[output] = state.memory_for(output)
         if places == sorted(places):
-            return gather([whole], values[given].contiguous())
+            return gather([whole], values[operand].contiguous())
         inbox = torch.empty_like(whole)
-        wait = gather([inbox], values[given].contiguous())
+        wait = gather([inbox], values[operand].contiguous())
         pieces = (len(places), shape[0] // len(places), *shape[1:])
 
         def sort() -> None:
@@ -163,14 +165,14 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def _received(state: State, op: Op) -> list[Spec]:
+def _output_specs(state: State, op: Op) -> list[Spec]:
     """Return the spec of each member's output of a collective, in group order."""
     checked = state.checked
     members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
     return [checked.specs[rank][checked.program.tapes[rank][at].outputs[0]] for rank, _, at in members]
 
 
-def _given(state: State, op: Op) -> list[Spec]:
+def _input_specs(state: State, op: Op) -> list[Spec]:
     """Return the spec of each member's input of a collective, in group order."""
     checked = state.checked
     members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
@@ -181,10 +183,10 @@ def _gather_apart(
     state: State, gather: Callable[[Sequence[torch.Tensor], torch.Tensor], Wait], op: Op, ranks: int, join: Join
 ) -> Start:
     """Prepare a gather whose pieces are not contiguous in the result. Once all have arrived, they are joined."""
-    (given,), (output,), values = op.inputs, op.outputs, state.values
+    (operand,), (output,), values = op.inputs, op.outputs, state.values
 
     def start() -> Wait:
-        piece = values[given].contiguous()
+        piece = values[operand].contiguous()
         inbox = piece.new_empty((ranks, *piece.shape))
         wait = gather([inbox.flatten(0, 1)], piece)
 
@@ -199,11 +201,11 @@ def _gather_apart(
 
 def places_of(state: State, op: Op) -> list[int]:
     """Return each piece's index in the result of a gather. The pieces are in group order of their senders."""
-    members, whole = _given(state, op), state.specs[op.outputs[0]]
-    of = math.lcm(whole.holds.of, *(member.holds.of for member in members))
-    given = [list(bits(_pieces(member, of))) for member in members]
-    order = sorted(chain(*given))
-    return [order.index(piece) for piece in chain(*given)]
+    members, whole = _input_specs(state, op), state.specs[op.outputs[0]]
+    piece_count = math.lcm(whole.holds.of, *(member.holds.of for member in members))
+    piece_numbers = [list(bits(_pieces(member, piece_count))) for member in members]
+    order = sorted(chain(*piece_numbers))
+    return [order.index(piece) for piece in chain(*piece_numbers)]
 
 
 def _pieces(member: Spec, of: int) -> int:
@@ -215,18 +217,18 @@ def _pieces(member: Spec, of: int) -> int:
 
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare a REDUCE_SCATTER. Activations and their gradients are first copied, with the pieces in group order."""
-    (given,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
-    spec = state.specs[given]
-    parts = _received(state, op) if spec.kind in ROW_KINDS else []
+    (operand,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
+    spec = state.specs[operand]
+    parts = _output_specs(state, op) if spec.kind in ROW_KINDS else []
     cuts = [cut_of(state.shapes, spec, part) for part in parts]
-    over = at in state.analysis.last_copies
+    drops_input = at in state.analysis.last_copies
 
     def start() -> Wait:
-        whole: torch.Tensor = values[given]
+        whole: torch.Tensor = values[operand]
         if cuts:
             whole = torch.cat([cut(whole) for cut in cuts])
-            if over:
-                values[given] = None
+            if drops_input:
+                values[operand] = None
         values[output] = state.memory_for(output)
         return links.wait_of(transport.reduce_scatter([values[output]], [whole]))
 
@@ -239,8 +241,8 @@ def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
     root = group.ranks.index(op.root)
 
     def start() -> Wait:
-        for given in op.inputs:
-            return links.wait_of(transport.broadcast([values[given].contiguous()], root))
+        for operand in op.inputs:
+            return links.wait_of(transport.broadcast([values[operand].contiguous()], root))
         (output,) = op.outputs
         values[output] = state.memory_for(output)
         return links.wait_of(transport.broadcast([values[output]], root))
@@ -255,7 +257,7 @@ def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
 
     def start() -> Wait:
         values[output] = state.memory_for(output)
-        wholes = [values[given].contiguous() for given in op.inputs]
+        wholes = [values[operand].contiguous() for operand in op.inputs]
         return links.wait_of(transport.scatter([values[output]], wholes, root))
 
     return start
@@ -268,8 +270,8 @@ def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def send(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare a SEND. The tape does not change the value's tensor before the wait."""
-    given, values, to, batch = op.inputs[0], state.values, op.peer, op.batch
-    return lambda: links.send(values[given].contiguous(), to, batch)
+    operand, values, peer, batch = op.inputs[0], state.values, op.peer, op.batch
+    return lambda: links.send(values[operand].contiguous(), peer, batch)
 
 
 def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
@@ -283,16 +285,16 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def copied(state: State, links: Communicator, at: int, op: Op) -> Start:
+def copy_value(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare a copy between device, host and disk. An optimizer state is moved instead, together with its views."""
-    (given,), (output,), values = op.inputs, op.outputs, state.values
+    (operand,), (output,), values = op.inputs, op.outputs, state.values
 
     def start() -> Wait:
-        if state.specs[given].kind is Kind.OPT_STATE:
-            values[output] = values[given]
+        if state.specs[operand].kind is Kind.OPT_STATE:
+            values[output] = values[operand]
             return state.put_opt_state(state.specs[output])
         values[output] = state.memory_for(output)
-        return copy(values[output], values[given])
+        return copy(values[output], values[operand])
 
     return start
 
@@ -309,8 +311,8 @@ START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
     OpKind.BARRIER: barrier,
     OpKind.SEND: send,
     OpKind.RECV: recv,
-    OpKind.OFFLOAD: copied,
-    OpKind.RELOAD: copied,
+    OpKind.OFFLOAD: copy_value,
+    OpKind.RELOAD: copy_value,
 }
 
 
@@ -334,13 +336,13 @@ def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) ->
     lengths = _lengths(state, [op.inputs[0] for op in ops])
 
     def start() -> Wait:
-        given: list[Tensor] = [values[op.inputs[0]] for op in ops]
+        tensors: list[Tensor] = [values[op.inputs[0]] for op in ops]
         whole = state.take_side_by_side(ops[0].inputs[0])
         if whole is None:
-            whole = torch.cat(given)
-            given = list(torch.split(whole, lengths))
+            whole = torch.cat(tensors)
+            tensors = list(torch.split(whole, lengths))
         wait = links.wait_of(transport.all_reduce([whole], ops[0].reduction))
-        return _delivered(state, ops, given, wait)
+        return _store_results(state, ops, tensors, wait)
 
     return start
 
@@ -385,12 +387,12 @@ def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]
         wholes: list[Tensor] = [values[op.inputs[0]] for op in ops]
         mine = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
         rows = [whole.view(len(group.ranks), length) for whole, length in zip(wholes, lengths, strict=True)]
-        given = torch.cat(rows, 1).flatten()
-        wait = links.wait_of(transport.reduce_scatter([mine], [given]))
-        delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
+        send_buffer = torch.cat(rows, 1).flatten()
+        wait = links.wait_of(transport.reduce_scatter([mine], [send_buffer]))
+        wait_for_results = _store_results(state, ops, torch.split(mine, lengths), wait)
 
-        def finish(_: Tensor = given) -> None:  # keeps the tensor alive while it is sent
-            delivered()
+        def finish(_: Tensor = send_buffer) -> None:  # keeps the tensor alive while it is sent
+            wait_for_results()
 
         return finish
 
@@ -401,26 +403,26 @@ def _lengths(state: State, numbers: Sequence[int]) -> list[int]:
     return [state.shapes.shape(state.specs[number])[0] for number in numbers]
 
 
-def _delivered(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait: Wait) -> Wait:
+def _store_results(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait: Wait) -> Wait:
     """Store the result of each op as a value, and return the function that waits for all results.
 
     The wait also copies weights into their own buffers.
     """
     analysis, values = state.analysis, state.values
-    elsewhere: list[tuple[Tensor, Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
     for op, result in zip(ops, results, strict=True):
         output = op.outputs[0]
         values[output] = result
-        if output in analysis.kept.arriving or output in analysis.slot:
+        if output in analysis.kept_weights.arriving or output in analysis.slot:
             values[output] = state.memory_for(output)
-            elsewhere.append((values[output], result))
+            copies.append((values[output], result))
 
     def finish() -> None:
         wait()
-        for there, result in elsewhere:
-            there.copy_(result)
+        for target, result in copies:
+            target.copy_(result)
 
-    return finish if elsewhere else wait
+    return finish if copies else wait
 
 
 START_TOGETHER: dict[OpKind, Callable[[State, Communicator, Sequence[Op]], Start]] = {

@@ -38,7 +38,7 @@ from shardlab.models.tensors import (
 )
 from shardlab.models.tensors.attention import select_rows, to_device
 
-Waiting = list[tuple[AddGradients, Tensor, Tensor]]
+DeferredGradients = list[tuple[AddGradients, Tensor, Tensor]]
 """Gradients of parameters that the first half of a split backward pass leaves to the second half: (function that adds
 the gradient, gradient of the result, input)."""
 
@@ -50,22 +50,22 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     """
     (x, weight, *carried), values, passes = op.inputs, state.values, state.passes[op.layer]
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
-    outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
+    outputs, saved_value = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
     share, run_of_layer = state.share(op), state.model.run(op.layer)
-    factor = state.analysis.gradient_factor.get(saved) if run_of_layer.affine else None
+    factor = state.analysis.gradient_factor.get(saved_value) if run_of_layer.affine else None
     # The second half of a split backward pass reads the input, and the memory model counts it.
-    stays = at in state.analysis.halved and run_of_layer.keeps_input
-    over = at in state.analysis.last_reads and not stays
+    keeps_input = at in state.analysis.halved and run_of_layer.keeps_input
+    drops_input = at in state.analysis.last_reads and not keeps_input
 
     def run() -> None:
-        given, weights = [values[number] for number in (x, *carried)], state.weights_of(op.layer, weight)
+        inputs, weights = [values[number] for number in (x, *carried)], state.weights_of(op.layer, weight)
         scaled = share if factor is None else state.scaled(share, factor)
-        made, kept = passes.forward(given, weights, scaled, state.dropout(op), keeps=saves)
-        for number, each in zip(outputs, made, strict=op.kind is OpKind.FORWARD):
-            values[number] = each
+        results, saved_tensors = passes.forward(inputs, weights, scaled, state.dropout(op), keeps=saves)
+        for number, result in zip(outputs, results, strict=op.kind is OpKind.FORWARD):
+            values[number] = result
         if saves:
-            values[saved] = kept
-            if over:
+            values[saved_value] = saved_tensors
+            if drops_input:
                 values[x] = None  # the saved tensors include what is still needed
 
     return run
@@ -75,13 +75,13 @@ def backward(state: State, at: int, op: Op) -> Instruction:
     """Run the whole backward pass. If the tape only adds the weight gradient to an older one, accumulate it there."""
     grad_weight, *outputs = op.outputs
     layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, at, op)
-    back = _back(state, op, outputs)
+    run_backward = _prepare_backward(state, op, outputs)
 
     def run() -> None:
-        into = make_buffer()
-        totals = gradient_views(into, layout)
-        back(lambda add, gradient, read: add(totals, gradient, read), [])
-        state.values[grad_weight] = into
+        buffer = make_buffer()
+        totals = gradient_views(buffer, layout)
+        run_backward(lambda add, gradient, read: add(totals, gradient, read), [])
+        state.values[grad_weight] = buffer
 
     return run
 
@@ -89,12 +89,12 @@ def backward(state: State, at: int, op: Op) -> Instruction:
 def backward_input(state: State, at: int, op: Op) -> Instruction:
     """Run the first half of a backward pass: the inputs' gradients. The parameters' gradients are deferred."""
     *outputs, half = op.outputs
-    back = _back(state, op, outputs)
+    run_backward = _prepare_backward(state, op, outputs)
 
     def run() -> None:
-        waiting: Waiting = []
-        back(lambda add, gradient, read: waiting.append((add, gradient, read)), waiting)
-        state.values[half] = waiting
+        deferred: DeferredGradients = []
+        run_backward(lambda add, gradient, read: deferred.append((add, gradient, read)), deferred)
+        state.values[half] = deferred
 
     return run
 
@@ -105,14 +105,14 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
     layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, at, op)
 
     def run() -> None:
-        waiting: Waiting = values[half]
+        deferred: DeferredGradients = values[half]
         values[half] = None
-        into = make_buffer()
-        totals = gradient_views(into, layout)
-        while waiting:
-            add, gradient, read = waiting.pop(0)
+        buffer = make_buffer()
+        totals = gradient_views(buffer, layout)
+        while deferred:
+            add, gradient, read = deferred.pop(0)
             add(totals, gradient, read)
-        values[grad_weight] = into
+        values[grad_weight] = buffer
 
     return run
 
@@ -137,8 +137,8 @@ def attend_backward(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         q, kv, mixed, grad = (values[number] for number in (queries, keys_values, attention_output, gradient))
-        made = attention.attend_backward(part, q, kv, mixed, grad, tokens, key_tokens, mask())
-        values[outputs[0]], values[outputs[1]] = made
+        gradients = attention.attend_backward(part, q, kv, mixed, grad, tokens, key_tokens, mask())
+        values[outputs[0]], values[outputs[1]] = gradients
 
     return run
 
@@ -150,34 +150,34 @@ def merge(state: State, op: Op) -> Instruction:
     return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
 
 
-def load_kept(state: State, at: int, op: Op) -> Instruction:
+def load_state(state: State, at: int, op: Op) -> Instruction:
     """Set the op's output to weights, or to an optimizer state, that this rank keeps from step to step."""
     assert op.holds is not None
-    kept = state.kept if op.kind is OpKind.LOAD_WEIGHT else state.opt_states
-    tensors, (output,), values = kept[op.layer, op.holds], op.outputs, state.values
+    table = state.kept if op.kind is OpKind.LOAD_WEIGHT else state.opt_states
+    tensors, (output,), values = table[op.layer, op.holds], op.outputs, state.values
     return lambda: values.__setitem__(output, tensors)
 
 
 def scale(state: State, at: int, op: Op) -> Instruction:
     """Multiply a gradient by a factor (see `Factor`), in place if no other op reads the gradient."""
-    (given,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
+    (operand,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
     in_place = at in state.analysis.in_place.first_input
     assert factor is not None
 
     def run() -> None:
         number = state.value_of(factor)
-        values[output] = values[given].mul_(number) if in_place else values[given] * number
+        values[output] = values[operand].mul_(number) if in_place else values[operand] * number
 
     return run
 
 
 def cast(state: State, at: int, op: Op) -> Instruction:
     """Cast a value to another dtype. The result has new memory or, if it is a weight with a buffer, this buffer."""
-    (given,), (output,), values = op.inputs, op.outputs, state.values
+    (operand,), (output,), values = op.inputs, op.outputs, state.values
     dtype, slot = state.dtype(state.specs[output]), state.analysis.slot.get(output)
 
     def run() -> None:
-        tensor: Tensor = values[given]
+        tensor: Tensor = values[operand]
         values[output] = (
             tensor.to(dtype, copy=True) if slot is None else state.fill_buffer(slot, len(tensor)).copy_(tensor)
         )
@@ -285,24 +285,24 @@ def add(state: State, at: int, op: Op) -> Instruction:
 def free(state: State, at: int, op: Op) -> Instruction:
     """Drop a value. If it is the input of a layer, also drop the tensors that the layer has saved for its backward."""
     number, values = op.inputs[0], state.values
-    saved, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
-    kept = state.analysis.leaves_room.get(at)
+    saved_values, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
+    kept_weight = state.analysis.freed_weights.get(at)
 
     def run() -> None:
         values[number] = None
         if slot is not None:
             state.empty_buffer(slot)
-        if kept is not None:
-            state.give_back(kept)
-        for each in saved:
-            values[each] = None
+        if kept_weight is not None:
+            state.give_back(kept_weight)
+        for saved_value in saved_values:
+            values[saved_value] = None
 
     return run
 
 
 COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
-    OpKind.LOAD_WEIGHT: load_kept,
-    OpKind.LOAD_OPT_STATE: load_kept,
+    OpKind.LOAD_WEIGHT: load_state,
+    OpKind.LOAD_OPT_STATE: load_state,
     OpKind.LOAD_BATCH: load_batch,
     OpKind.FORWARD: forward,
     OpKind.RECOMPUTE: forward,
@@ -344,10 +344,10 @@ def gradient_buffer(state: State, at: int, op: Op) -> Callable[[], Tensor]:
 
 def gradient_views(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
     """Return views of a layer's flat gradient, one for each parameter. They are made once and stored with it."""
-    kept = vars(gradient)
-    if "views" not in kept:
-        kept["views"] = parameter_views(layout, gradient.data)  # views of the tensor would form a reference cycle
-    return kept["views"]
+    attributes = vars(gradient)
+    if "views" not in attributes:
+        attributes["views"] = parameter_views(layout, gradient.data)  # views of the tensor would form a reference cycle
+    return attributes["views"]
 
 
 def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
@@ -356,33 +356,33 @@ def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
     A slice of a column-parallel layer, or of the logits, reads its own columns of a complete gradient. In all other
     cases, the function returns its argument.
     """
-    gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
+    gradient, saved_spec = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
     takes_own = any(node.takes_own for node in state.signatures[op.layer].nodes)
-    if not takes_own or gradient.form.slices or not saved.form.slices:
+    if not takes_own or gradient.form.slices or not saved_spec.form.slices:
         return lambda whole: whole
-    ((index, piece),) = saved.form.slices
-    return lambda whole: whole.chunk(saved.form.space.count(index), -1)[piece.bit_length() - 1]
+    ((index, piece),) = saved_spec.form.slices
+    return lambda whole: whole.chunk(saved_spec.form.space.count(index), -1)[piece.bit_length() - 1]
 
 
-def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
-    """Return a function of (accumulate, waiting) that computes the inputs' gradients, and stores them as `outputs`.
+def _prepare_backward(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, DeferredGradients], None]:
+    """Return a function of (accumulate, deferred) that computes the inputs' gradients, and stores them as `outputs`.
 
-    The parameters' gradients are passed to `accumulate` (see `Accumulate`), which may add them to `waiting` to defer
+    The parameters' gradients are passed to `accumulate` (see `Accumulate`), which may add them to `deferred` to defer
     them. An input's gradient does not share memory with any other gradient, because other ops overwrite it.
     """
-    (_, gradient, weight, saved, *carried), values = op.inputs, state.values
-    own, passes = own_columns(state, op), state.passes[op.layer]
+    (_, gradient, weight, saved_value, *carried), values = op.inputs, state.values
+    cut_columns, passes = own_columns(state, op), state.passes[op.layer]
 
-    def run(take: Accumulate, waiting: Waiting) -> None:
-        kept: Any = values[saved]
-        values[saved] = None
-        gradients = [own(values[number]) for number in (gradient, *carried)]
-        made = passes.backward(kept, gradients, state.weights_of(op.layer, weight), take)
-        taken = {each.data_ptr() for each in (*gradients, *(each for _, each, _ in waiting))}
-        for number, each in zip(outputs, made, strict=False):
-            if each is not None:  # tokens have no gradient
-                values[number] = each.clone() if each.data_ptr() in taken else each
-                taken.add(each.data_ptr())
+    def run(accumulate: Accumulate, deferred: DeferredGradients) -> None:
+        saved_tensors: Any = values[saved_value]
+        values[saved_value] = None
+        gradients = [cut_columns(values[number]) for number in (gradient, *carried)]
+        results = passes.backward(saved_tensors, gradients, state.weights_of(op.layer, weight), accumulate)
+        addresses = {tensor.data_ptr() for tensor in (*gradients, *(tensor for _, tensor, _ in deferred))}
+        for number, tensor in zip(outputs, results, strict=False):
+            if tensor is not None:  # tokens have no gradient
+                values[number] = tensor.clone() if tensor.data_ptr() in addresses else tensor
+                addresses.add(tensor.data_ptr())
 
     return run
 
@@ -409,15 +409,17 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
         dropout = state.dropout(op)
         if dropout is None:
             return None
-        drawn = replace(dropout, layer=step.block).mask(DropoutSite.ATTENTION, shape, like)
-        return drawn[:, first : first + count, tokens[:, None].to(drawn.device), key_tokens.to(drawn.device)]
+        whole_mask = replace(dropout, layer=step.block).mask(DropoutSite.ATTENTION, shape, like)
+        return whole_mask[
+            :, first : first + count, tokens[:, None].to(whole_mask.device), key_tokens.to(whole_mask.device)
+        ]
 
     return mask
 
 
-def _rows(state: State, spec: Spec, which: int) -> Tensor:
-    """Return the tokens (`which` 0) or the targets (1) at the positions of a value, (rows, tokens), on the device."""
-    rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
+def _rows(state: State, spec: Spec, index: int) -> Tensor:
+    """Return the tokens (`index` 0) or the targets (1) at the positions of a value, (rows, tokens), on the device."""
+    rows = torch.cat([state.batch[m][index] for m in bits(spec.microbatches)])
     if not spec.whole_sequences:
         rows = select_rows(rows.T, state.shapes.tokens(spec)).T.contiguous()
     return to_device(state.settings.device, rows)

@@ -104,7 +104,7 @@ class Executor:
         state = self.state
         self._run(self.batches, self.instructions, self.graph)
         if state.settings.precision.scaled:
-            state.loss_scale.after(state.finite)
+            state.loss_scale.update(state.finite)
         state.step += 1
         return state.loss
 
@@ -116,13 +116,13 @@ class Executor:
             instructions: calls that replace those of the executor, one for each op.
         """
         state = self.state
-        before = state.loss, state.finite, state.not_finite
+        old_values = state.loss, state.finite, state.not_finite
         state.rehearses = True
         try:
             self._run(batches, instructions)
         finally:
             state.rehearses = False
-            state.loss, state.finite, state.not_finite = before
+            state.loss, state.finite, state.not_finite = old_values
 
     def _run(self, batches: Sampler, instructions: Sequence[Instruction], graph: StepGraph | None = None) -> None:
         state = self.state
@@ -227,9 +227,9 @@ class StepInputs:
 
     def fill(self, state: State) -> None:
         """Copy the inputs of a step from the host."""
-        for m, held in self.batch.items():
-            for there, here in zip(held, state.batch[m], strict=True):
-                there.copy_(to_device(there.device, here))
+        for m, buffers in self.batch.items():
+            for buffer, tensor in zip(buffers, state.batch[m], strict=True):
+                buffer.copy_(to_device(buffer.device, tensor))
         self.tokens.fill_(state.tokens)
         self.rate.fill_(state.rate)
 
@@ -247,7 +247,7 @@ class StepGraph:
     def __init__(self, state: State) -> None:
         self.replays = 0
         self._state = state
-        self._left = FIRST_STEPS
+        self._eager_steps = FIRST_STEPS
         self._graph: DeviceGraph | None = None
         self._inputs: StepInputs | None = None
         self._loss = state.loss
@@ -256,15 +256,15 @@ class StepGraph:
     def run(self, ops: Callable[[], None]) -> None:
         """Run a step: op by op, by calling `ops`, or as a replay. The state already has the step's batch."""
         state = self._state
-        if self._left:
+        if self._eager_steps:
             ops()
-            self._left -= state.finite  # only an update allocates the optimizer state, and an overflow skips it
+            self._eager_steps -= state.finite  # only an update allocates the optimizer state, and an overflow skips it
             return
         if self._inputs is None:
             self._inputs = StepInputs(state)
         self._inputs.fill(state)
         if self._graph is None:
-            self._graph = self._captured(ops, self._inputs)
+            self._graph = self._capture(ops, self._inputs)
         self._graph.replay()
         self.replays += 1
         state.loss = self._loss.clone()
@@ -272,16 +272,16 @@ class StepGraph:
             state.squared_norm = float(self._squared_norm)
             state.finite = math.isfinite(state.squared_norm)
 
-    def _captured(self, ops: Callable[[], None], inputs: StepInputs) -> DeviceGraph:
+    def _capture(self, ops: Callable[[], None], inputs: StepInputs) -> DeviceGraph:
         state = self._state
         graph = GRAPHS[state.settings.device.type]()
-        before = state.batch, state.tokens, state.rate
+        old_inputs = state.batch, state.tokens, state.rate
         state.captured = True
         state.batch, state.tokens, state.rate = inputs.batch, inputs.tokens, inputs.rate
         try:
             graph.capture(ops)
         finally:
             state.captured = False
-            state.batch, state.tokens, state.rate = before
+            state.batch, state.tokens, state.rate = old_inputs
         self._loss, self._squared_norm = state.loss, state.squared_norm
         return graph

@@ -45,15 +45,15 @@ class KeptChoices:
         """Return the choices that were measured with this number of threads."""
         return self._table().get(threads, {})
 
-    def add(self, threads: int, chosen: Choices) -> dict[Product, bool]:
+    def add(self, threads: int, choices: Choices) -> dict[Product, bool]:
         """Add choices to the file, if it can be written. Choices that are already in the file take precedence.
 
         Returns:
             All choices for this number of threads.
         """
         table = self._table()
-        table[threads] = {**chosen, **table.get(threads, {})}
-        rows = {str(count): rows_of(each) for count, each in table.items()}
+        table[threads] = {**choices, **table.get(threads, {})}
+        rows = {str(count): rows_of(entry) for count, entry in table.items()}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, json.dumps({"machine": _machine(), "threads": rows}) + "\n")
@@ -62,20 +62,20 @@ class KeptChoices:
     def _table(self) -> dict[int, dict[Product, bool]]:
         """Return all choices in the file, by the number of threads."""
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            if found["machine"] != _machine():
+            document = json.loads(self.path.read_text(encoding="utf-8"))
+            if document["machine"] != _machine():
                 return {}
-            return {int(threads): choices_of(rows) for threads, rows in found["threads"].items()}
+            return {int(threads): choices_of(rows) for threads, rows in document["threads"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
 
-def choose_products(device: torch.device, kept: KeptChoices | None = None, *, alone: bool = False) -> bool:
+def choose_products(device: torch.device, choices_file: KeptChoices | None = None, *, alone: bool = False) -> bool:
     """Choose kernels for the products that occurred on any rank and have no choice yet. All ranks call this together.
 
     Args:
         device: device of this rank. There is a choice only on CPUs.
-        kept: file with the choices of earlier runs (None: this machine's).
+        choices_file: file with the choices of earlier runs (None: this machine's).
         alone: whether only this rank calls the function, and chooses for its own products.
 
     Returns:
@@ -85,28 +85,28 @@ def choose_products(device: torch.device, kept: KeptChoices | None = None, *, al
         return False
     mine = [product for product, onednn in KERNEL_CHOICES.items() if onednn is None]
     everyone = [mine] if alone else gather_objects(mine)
-    wanted = sorted({product for theirs in everyone for product in theirs})
-    if not wanted:
+    products = sorted({product for theirs in everyone for product in theirs})
+    if not products:
         return False
-    chosen = [_chosen_here(wanted, kept or KeptChoices()) if alone or dist.get_rank() == 0 else {}]
+    choices = [_choose_here(products, choices_file or KeptChoices()) if alone or dist.get_rank() == 0 else {}]
     if not alone:
-        dist.broadcast_object_list(chosen, 0)
-    KERNEL_CHOICES.update(chosen[0])
+        dist.broadcast_object_list(choices, 0)
+    KERNEL_CHOICES.update(choices[0])
     return True
 
 
-def kept_by_rank_0(kept: KeptChoices | None = None) -> Choices:
+def choices_of_rank_0(choices_file: KeptChoices | None = None) -> Choices:
     """Return rank 0's choices from earlier runs. All ranks call this together."""
-    found: list[Choices] = [{}]
+    choices: list[Choices] = [{}]
     if dist.get_rank() == 0:
-        found = [(kept or KeptChoices()).read(torch.get_num_threads())]
-    dist.broadcast_object_list(found, 0)
-    return found[0]
+        choices = [(choices_file or KeptChoices()).read(torch.get_num_threads())]
+    dist.broadcast_object_list(choices, 0)
+    return choices[0]
 
 
-def rows_of(chosen: Mapping[Product, bool | None]) -> list[list[int]]:
+def rows_of(choices: Mapping[Product, bool | None]) -> list[list[int]]:
     """Return choices as rows of a JSON file. A product without a choice (None) is written as torch's own kernel."""
-    return [[*map(int, product), int(bool(onednn))] for product, onednn in sorted(chosen.items())]
+    return [[*map(int, product), int(bool(onednn))] for product, onednn in sorted(choices.items())]
 
 
 def choices_of(rows: Sequence[Sequence[Any]]) -> dict[Product, bool]:
@@ -115,10 +115,10 @@ def choices_of(rows: Sequence[Sequence[Any]]) -> dict[Product, bool]:
     Raises:
         TypeError, ValueError: if the rows do not have this form.
     """
-    found: dict[Product, bool] = {}
+    choices: dict[Product, bool] = {}
     for rows_, inputs, outputs, bias, backward, onednn in rows:
-        found[Product(int(rows_), int(inputs), int(outputs), bool(bias), bool(backward))] = bool(onednn)
-    return found
+        choices[Product(int(rows_), int(inputs), int(outputs), bool(bias), bool(backward))] = bool(onednn)
+    return choices
 
 
 @cache
@@ -126,10 +126,10 @@ def _machine() -> dict[str, str]:
     return {"processor": processor_name(), "torch": version("torch")}
 
 
-def _chosen_here(wanted: Sequence[Product], kept: KeptChoices) -> dict[Product, bool]:
+def _choose_here(products: Sequence[Product], choices_file: KeptChoices) -> dict[Product, bool]:
     """Choose kernels on this rank, and keep the choices for later runs."""
     threads = torch.get_num_threads()
-    known = kept.read(threads)
-    if fresh := {product: is_onednn_faster(product) for product in wanted if product not in known}:
-        known = kept.add(threads, fresh)
-    return {product: known[product] for product in wanted}
+    choices = choices_file.read(threads)
+    if fresh := {product: is_onednn_faster(product) for product in products if product not in choices}:
+        choices = choices_file.add(threads, fresh)
+    return {product: choices[product] for product in products}

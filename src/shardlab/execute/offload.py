@@ -49,18 +49,18 @@ def tensor_at(place: str, shape: Sequence[int], dtype: torch.dtype, device: torc
     return _view_of(storage_at(place, size.numel() * dtype.itemsize, device), dtype).view(size)
 
 
-def copy(into: Tensor, given: Tensor) -> Wait:
+def copy(target: Tensor, source: Tensor) -> Wait:
     """Start to copy a tensor between device, host and disk: to or from a GPU in a separate stream, else in a thread."""
-    device = into.device if into.is_cuda else given.device
+    device = target.device if target.is_cuda else source.device
     if device.type != "cuda":
-        if into.nbytes < SMALL:
-            into.copy_(given)
-            return _nothing
-        return _copy_thread().submit(into.copy_, given.detach()).result
+        if target.nbytes < SMALL:
+            target.copy_(source)
+            return _do_nothing
+        return _copy_thread().submit(target.copy_, source.detach()).result
     stream = _copy_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        into.copy_(given, non_blocking=True)
+        target.copy_(source, non_blocking=True)
     event = stream.record_event()
 
     def wait() -> None:
@@ -70,7 +70,7 @@ def copy(into: Tensor, given: Tensor) -> Wait:
     return wait
 
 
-class Parked:
+class OffloadableTensors:
     """Tensors whose memory can be offloaded and reloaded, while the tensors and their views stay valid.
 
     Memory on the host or disk is kept after a reload, because files and pinned memory are slow to allocate.
@@ -78,47 +78,47 @@ class Parked:
 
     def __init__(self) -> None:
         self._copies: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
-        self._away = False
+        self._is_offloaded = False
 
     def offload(self, tensors: Sequence[Tensor], allocate: Callable[[int], torch.UntypedStorage]) -> Wait:
         """Start to copy some tensors to memory from `allocate`. The returned wait frees their memory on the device."""
-        if self._away:
-            return _nothing
-        for here in (tensor.untyped_storage() for tensor in tensors):
-            if here not in self._copies:
-                self._copies[here] = allocate(here.nbytes())
-        leaving = [(here, copy(_bytes(there), _bytes(here))) for here, there in self._copies.items()]
-        self._away = True
+        if self._is_offloaded:
+            return _do_nothing
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage not in self._copies:
+                self._copies[storage] = allocate(storage.nbytes())
+        copies = [(storage, copy(_bytes(backup), _bytes(storage))) for storage, backup in self._copies.items()]
+        self._is_offloaded = True
 
         def wait() -> None:
-            for here, each in leaving:
-                each()
-                here.resize_(0)
+            for storage, wait_for_copy in copies:
+                wait_for_copy()
+                storage.resize_(0)
 
         return wait
 
     def reload(self) -> Wait:
         """Start to copy all offloaded tensors back to the device."""
-        if not self._away:
-            return _nothing
-        self._away = False
+        if not self._is_offloaded:
+            return _do_nothing
+        self._is_offloaded = False
         copies: list[Wait] = []
-        for here, there in self._copies.items():
-            here.resize_(there.nbytes())
-            copies.append(copy(_bytes(here), _bytes(there)))
+        for storage, backup in self._copies.items():
+            storage.resize_(backup.nbytes())
+            copies.append(copy(_bytes(storage), _bytes(backup)))
 
         def wait() -> None:
-            for each in copies:
-                each()
+            for wait_for_copy in copies:
+                wait_for_copy()
 
         return wait
 
     def current(self, tensor: Tensor) -> Tensor:
         """Return a tensor where it is now: the tensor itself, or a view of its offloaded copy."""
-        there = self._copies.get(tensor.untyped_storage()) if self._away else None
-        if there is None:
+        backup = self._copies.get(tensor.untyped_storage()) if self._is_offloaded else None
+        if backup is None:
             return tensor
-        return _view_of(there, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _view_of(backup, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _reserve(number: int, size: int) -> None:
@@ -150,5 +150,5 @@ def _copy_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "copies")
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing: the wait of a copy that has already ended."""

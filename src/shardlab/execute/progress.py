@@ -101,21 +101,21 @@ class RankProgress:
     @property
     def position(self) -> TapePosition | None:
         """Return the position of the rank; None before its first tape."""
-        where = self._words[_WHERE]
-        if not where:
+        word = self._words[_WHERE]
+        if not word:
             return None
-        tape_round, op = where >> OP_BITS, where & ((1 << OP_BITS) - 1)
+        tape_round, op = word >> OP_BITS, word & ((1 << OP_BITS) - 1)
         step, evaluates, length = self._words[_STEP], bool(self._words[_EVALUATES]), self._words[_LENGTH]
         return TapePosition(tape_round, op, step, evaluates, length)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the rank has completed its work."""
         return bool(self._words[_ENDED])
 
-    @ended.setter
-    def ended(self, whether: bool) -> None:
-        self._words[_ENDED] = whether
+    @has_ended.setter
+    def has_ended(self, value: bool) -> None:
+        self._words[_ENDED] = value
 
     @property
     def failed(self) -> int:
@@ -123,13 +123,13 @@ class RankProgress:
         return self._words[_FAILED]
 
     @property
-    def lost(self) -> bool:
+    def lost_connection(self) -> bool:
         """Whether the rank failed because of another rank."""
         return bool(self._words[_LOST])
 
-    def fail(self, time: int, lost: bool, stack: str) -> None:
+    def fail(self, time: int, lost_connection: bool, stack: str) -> None:
         """Record that the rank has failed, and its stack."""
-        self._words[_LOST], self._words[_FAILED] = lost, time
+        self._words[_LOST], self._words[_FAILED] = lost_connection, time
         os.write(self.file, stack.encode())
 
     @property
@@ -138,8 +138,8 @@ class RankProgress:
         return bool(self._words[_REPORTED])
 
     @reported.setter
-    def reported(self, whether: bool) -> None:
-        self._words[_REPORTED] = whether
+    def reported(self, value: bool) -> None:
+        self._words[_REPORTED] = value
 
     @property
     def text(self) -> str:

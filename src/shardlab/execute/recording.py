@@ -69,20 +69,20 @@ class HostStopwatch:
         Args:
             batched: whether the work is a batch of several messages.
         """
-        over: Future[float] = Future()
+        completion: Future[float] = Future()
 
         def note(future: Any) -> None:
             with suppress(Exception):  # the rank receives the error when it waits
                 future.value()
-                over.set_result(time.perf_counter())
+                completion.set_result(time.perf_counter())
 
         try:
             work.get_future().add_done_callback(note)
             wait: Wait = work.wait
         except RuntimeError:  # "Work::getFuture not implemented."
-            self._waiter().put((work, over))
-            wait = over.result
-        return wait, lambda: over.result() if over.done() and over.exception() is None else None
+            self._waiter().put((work, completion))
+            wait = completion.result
+        return wait, lambda: completion.result() if completion.done() and completion.exception() is None else None
 
     def _waiter(self) -> SimpleQueue[tuple[Any, Future[float]]]:
         """Return the queue of an idle thread that waits for works."""
@@ -92,12 +92,12 @@ class HostStopwatch:
 
         def run() -> None:
             while True:
-                work, over = box.get()
+                work, completion = box.get()
                 try:
                     work.wait()
-                    over.set_result(time.perf_counter())
+                    completion.set_result(time.perf_counter())
                 except Exception as error:
-                    over.set_exception(error)
+                    completion.set_exception(error)
                 del work
                 self._waiters.append(box)
 
@@ -114,12 +114,12 @@ class DeviceStopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begun = 0.0
+        self._step_start = 0.0
         self._origin = torch.cuda.Event(enable_timing=True)
 
     def begin(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._begun = time.perf_counter()
+        self._step_start = time.perf_counter()
         self._origin.record()
 
     def now(self) -> Read:
@@ -145,16 +145,16 @@ class DeviceStopwatch:
 
         A batch has no future (endCoalescing) that would be completed with its communication.
         """
-        over: list[Read] = []
+        completions: list[Read] = []
 
         def wait() -> None:
             work.wait()
-            over.append(self.now())
+            completions.append(self.now())
 
-        return wait, lambda: over[0]() if over else None
+        return wait, lambda: completions[0]() if completions else None
 
     def _read(self, event: torch.cuda.Event) -> float | None:
-        return self._begun + self._origin.elapsed_time(event) / 1000 if event.query() else None
+        return self._step_start + self._origin.elapsed_time(event) / 1000 if event.query() else None
 
 
 FORWARD = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND, OpKind.LOSS_STATS, OpKind.LOSS})
@@ -189,36 +189,36 @@ class ComputeClock:
         """Return the seconds of forward and of backward passes since the last call."""
         if self._events:
             torch.cuda.synchronize(self._device)
-            for direction, began, ended in self._events:
-                self._seconds[direction] += began.elapsed_time(ended) / 1000
+            for direction, start, end in self._events:
+                self._seconds[direction] += start.elapsed_time(end) / 1000
             self._events.clear()
         if self._graph is not None and (replays := self._graph.replays - self._replays):
             torch.cuda.synchronize(self._device)
             self._replays += replays
-            for direction, began, ended in self._captured:
-                self._seconds[direction] += replays * began.elapsed_time(ended) / 1000
+            for direction, start, end in self._captured:
+                self._seconds[direction] += replays * start.elapsed_time(end) / 1000
         forward, backward = self._seconds
         self._seconds[:] = 0.0, 0.0
         return forward, backward
 
     def _by_host(self, instructions: list[Instruction], first: int, last: int, direction: int) -> None:
-        began, seconds, now = 0.0, self._seconds, time.perf_counter
+        start, seconds, now = 0.0, self._seconds, time.perf_counter
 
         def begin() -> None:
-            nonlocal began
-            began = now()
+            nonlocal start
+            start = now()
 
         def end() -> None:
-            seconds[direction] += now() - began
+            seconds[direction] += now() - start
 
         _put_around(instructions, first, last, begin, end)
 
     def _by_events(self, instructions: list[Instruction], first: int, last: int, direction: int) -> None:
         def begin() -> None:
             captures = torch.cuda.is_current_stream_capturing()
-            began, ended = (torch.cuda.Event(enable_timing=True, external=captures) for _ in range(2))
-            began.record()
-            (self._captured if captures else self._events).append((direction, began, ended))
+            start_event, end_event = (torch.cuda.Event(enable_timing=True, external=captures) for _ in range(2))
+            start_event.record()
+            (self._captured if captures else self._events).append((direction, start_event, end_event))
 
         def end() -> None:
             (self._captured if torch.cuda.is_current_stream_capturing() else self._events)[-1][2].record()
@@ -238,31 +238,31 @@ class OpTimer:
         self._executor = executor
         device = executor.state.settings.device
         self._watch = DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch()
-        self._began: dict[int, Read] = {}
-        self._ended: dict[int, Read] = {}
-        self._over: dict[int, list[Read]] = defaultdict(list)
+        self._starts: dict[int, Read] = {}
+        self._ends: dict[int, Read] = {}
+        self._completions: dict[int, list[Read]] = defaultdict(list)
         self._issuing: Iterator[int] = iter(())
         self._batches = batches_of(executor.state.tape, COMMUNICATION)
         self._batched = frozenset(chain(*self._batches.values()))
         plain = zip(executor.state.tape, executor.instructions, strict=True)
-        self._timed = [self._around(at, op, instruction) for at, (op, instruction) in enumerate(plain)]
+        self._timed_instructions = [self._around(at, op, instruction) for at, (op, instruction) in enumerate(plain)]
 
     def step(self) -> Tensor:
         """Run one step as `Executor.step` does, and record it, even if it fails."""
         executor, watch = self._executor, self._watch
         plain, wait_of = executor.instructions, executor.links.wait_of
-        executor.instructions, executor.links.wait_of = self._timed, self._watched
-        self._began, self._ended, self._over = {}, {}, defaultdict(list)
+        executor.instructions, executor.links.wait_of = self._timed_instructions, self._watch_work
+        self._starts, self._ends, self._completions = {}, {}, defaultdict(list)
         watch.begin()
-        began, ended = watch.now(), None
+        read_start, read_end = watch.now(), None
         try:
             loss = executor.step()
-            ended = watch.now()
+            read_end = watch.now()
             if executor.state.settings.device.type == "cuda":
                 torch.cuda.synchronize(executor.state.settings.device)
         finally:
             executor.instructions, executor.links.wait_of = plain, wait_of
-            self._keep(began, ended)
+            self._keep(read_start, read_end)
         return loss
 
     def _around(self, at: int, op: Op, instruction: Instruction) -> Instruction:
@@ -270,40 +270,40 @@ class OpTimer:
         issued = [at] if self._executor.links.starts_alone(op.peer, op.batch) else self._batches.get(op.batch, [at])
 
         def run() -> None:
-            self._began[at] = now()
+            self._starts[at] = now()
             if communicates:
                 self._issuing = chain(issued, repeat(issued[-1]))
             instruction()
-            self._ended[at] = now()
+            self._ends[at] = now()
 
         return run
 
-    def _watched(self, work: Any) -> Wait:
+    def _watch_work(self, work: Any) -> Wait:
         """Return the function that waits for a work, and record when the work ends. It replaces `Communicator.wait_of`.
 
         It is called for the works of the step in tape order.
         """
         at = next(self._issuing)
-        wait, over = self._watch.watch(work, batched=at in self._batched)
-        self._over[at].append(over)
+        wait, completion = self._watch.watch(work, batched=at in self._batched)
+        self._completions[at].append(completion)
         return wait
 
-    def _keep(self, began: Read, ended: Read | None) -> None:
+    def _keep(self, read_start: Read, read_end: Read | None) -> None:
         for ops in self._batches.values():  # a single work may be a whole batch
             for at in ops[1:]:
-                if at in self._began:
-                    self._over[at] = self._over[at] or self._over[ops[0]]
-        start = began()
+                if at in self._starts:
+                    self._completions[at] = self._completions[at] or self._completions[ops[0]]
+        start = read_start()
         if start is None:
             return
-        record = StepRecord(start, ended and ended())
-        for at, read in self._began.items():
+        record = StepRecord(start, read_end and read_end())
+        for at, read in self._starts.items():
             moment = read()
             if moment is not None:
-                overs = [over() for over in self._over[at]]
-                last = max((over for over in overs if over is not None), default=None)
-                end = self._ended.get(at)
-                record.ops[at] = OpTimes(moment, end and end(), None if None in overs else last)
+                completions = [completion() for completion in self._completions[at]]
+                last = max((completion for completion in completions if completion is not None), default=None)
+                end = self._ends.get(at)
+                record.ops[at] = OpTimes(moment, end and end(), None if None in completions else last)
         self.steps.append(record)
 
 
@@ -336,26 +336,26 @@ def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
     for peer in range(1, ranks):
         rounds: list[tuple[float, float]] = []
         for _ in range(ROUNDS):
-            sent = time.perf_counter()
-            _send([sent], peer, device)
+            send_time = time.perf_counter()
+            _send([send_time], peer, device)
             (theirs,) = _receive(peer, 1, device)
-            came = time.perf_counter()
-            rounds.append((came - sent, theirs - (sent + came) / 2))
+            receive_time = time.perf_counter()
+            rounds.append((receive_time - send_time, theirs - (send_time + receive_time) / 2))
         _send(list(estimate(rounds)), peer, device)
     return ClockOffset(0.0, 0.0)
 
 
 def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
     """Estimate the offset of another clock. A round is (round-trip time, other clock minus this clock at mid-trip)."""
-    way, lead = min(rounds)
-    bound = way / 2
-    return ClockOffset(lead if abs(lead) > bound else 0.0, bound)
+    round_trip, offset = min(rounds)
+    bound = round_trip / 2
+    return ClockOffset(offset if abs(offset) > bound else 0.0, bound)
 
 
 NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
 """Categories of memory whose tensors are known. All other bytes are activations, including tensors saved by layers."""
 
-PASSING = {Kind.WEIGHT: "gathered", Kind.GRAD_WEIGHT: "gradients"}
+VALUE_CATEGORIES = {Kind.WEIGHT: "gathered", Kind.GRAD_WEIGHT: "gradients"}
 """Categories of values, by kind. Values of all other kinds count as activations."""
 
 
@@ -371,10 +371,10 @@ class TrackedStorages:
 
         self._tracker = MemTracker()
         self._device = state.settings.device
-        for _, tensors in _kept(state):
+        for _, tensors in _persistent_tensors(state):
             self._tracker.track_external(*tensors)
-        self._tracker.track_external(*(beside := retained_buffers()))
-        self._beside = sum(tensor.nbytes for tensor in beside)
+        self._tracker.track_external(*(retained := retained_buffers()))
+        self._retained_bytes = sum(tensor.nbytes for tensor in retained)
 
     def tracking(self) -> AbstractContextManager[object]:
         """Return a context manager inside of which bytes are counted."""
@@ -390,7 +390,7 @@ class TrackedStorages:
 
     def _total(self, moment: str) -> int:
         total = self._tracker.get_tracker_snapshot(moment).get(self._device, {}).get("Total", 0)
-        return total - self._beside
+        return total - self._retained_bytes
 
 
 class Allocator:
@@ -414,11 +414,15 @@ def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
     """Run a step with `Executor.step`, and record the live bytes before each op and the peak of the step."""
     state, device = executor.state, executor.state.settings.device
     account = Allocator(device) if device.type == "cuda" else TrackedStorages(state)
-    passing = [(number, PASSING[spec.kind]) for number, spec in sorted(state.specs.items()) if spec.kind in PASSING]
+    categories = [
+        (number, VALUE_CATEGORIES[spec.kind])
+        for number, spec in sorted(state.specs.items())
+        if spec.kind in VALUE_CATEGORIES
+    ]
 
     def around(at: int, instruction: Instruction) -> Instruction:
         def run() -> None:
-            record.live[at] = _by_category(state, passing, account.live())
+            record.live[at] = _by_category(state, categories, account.live())
             instruction()
 
         return run
@@ -464,12 +468,12 @@ def _receive(source: int, count: int, device: torch.device) -> list[float]:
     return [float(number) for number in numbers]
 
 
-def _by_category(state: State, passing: list[tuple[int, str]], total: int) -> dict[str, int]:
-    values = ((category, state.values[number]) for number, category in passing)
-    made = ((category, [value]) for category, value in values if isinstance(value, Tensor))
+def _by_category(state: State, categories: list[tuple[int, str]], total: int) -> dict[str, int]:
+    values = ((category, state.values[number]) for number, category in categories)
+    step_tensors = ((category, [value]) for category, value in values if isinstance(value, Tensor))
     counted: set[int] = set()
     sizes: dict[str, int] = dict.fromkeys(NAMED, 0)
-    for category, tensors in (*_kept(state), *made):
+    for category, tensors in (*_persistent_tensors(state), *step_tensors):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device == state.settings.device and storage.nbytes() and storage.data_ptr() not in counted:
@@ -478,7 +482,7 @@ def _by_category(state: State, passing: list[tuple[int, str]], total: int) -> di
     return {**sizes, "activations": total - sum(sizes.values())}
 
 
-def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
+def _persistent_tensors(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
     """Yield the tensors that outlive the step, by category."""
     yield "parameters", state.kept.values()
     for part in state.opt_states.values():

@@ -64,11 +64,11 @@ def want_step_graph(
     Raises:
         UserError: if the host computes a part of a step. The message names this part and the remedy.
     """
-    why = _part_of_the_host(checked, model, precision, optimizer, device)
-    if not why and traced:
-        why = "--trace records every op on the host; leave out one of the two"
-    if why:
-        raise UserError(f"--cuda-graph repeats steps on the GPU without the host, but {why}")
+    reason = _part_of_the_host(checked, model, precision, optimizer, device)
+    if not reason and traced:
+        reason = "--trace records every op on the host; leave out one of the two"
+    if reason:
+        raise UserError(f"--cuda-graph repeats steps on the GPU without the host, but {reason}")
 
 
 def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> None:
@@ -93,8 +93,8 @@ def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> N
             "--trace measures memory by torch's tracker, which cannot follow compiled layers on a CPU; leave out one "
             "of the two, --trace or --compile"
         )
-    if lacking := _lacking(device):
-        raise UserError(f"--compile needs {lacking}, or leave out --compile")
+    if requirement := _missing_requirement(device):
+        raise UserError(f"--compile needs {requirement}, or leave out --compile")
 
 
 def _part_of_the_host(
@@ -119,18 +119,18 @@ def _part_of_the_host(
     return ""
 
 
-def _lacking(device: str) -> str:
+def _missing_requirement(device: str) -> str:
     """Return the requirement of torch.compile that this machine lacks, and the remedy; empty if it lacks none."""
     if device == "cuda":
         if find_spec("triton") is None:
             return "the package triton, which is not installed here; install it"
         name, language = os.environ.get("CC"), "C"
-        found = which(name) if name else which("gcc") or which("clang") or which("cc")
+        compiler = which(name) if name else which("gcc") or which("clang") or which("cc")
     else:
         usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
         name, language = os.environ.get("CXX", usual), "C++"
-        found = which(name)
-    if found is None:
+        compiler = which(name)
+    if compiler is None:
         variable = {"C": "CC", "C++": "CXX"}[language]
         return f"a {language} compiler, and {name or 'gcc'} is not here; install one, name another in {variable}"
     include = sysconfig.get_paths()["include"]

@@ -20,27 +20,27 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 
 def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
     """Prepare a SLICE. It gives a part of the value's tensor; for an optimizer state, the optimizer of the slice."""
-    (given,), (output,), values = op.inputs, op.outputs, state.values
-    whole, part = state.specs[given], state.specs[output]
+    (operand,), (output,), values = op.inputs, op.outputs, state.values
+    whole, part = state.specs[operand], state.specs[output]
     if part.kind is Kind.OPT_STATE:
-        kept = state.optimizer(part.layer, part.holds)
-        return lambda: values.__setitem__(output, kept)
+        optimizer = state.optimizer(part.layer, part.holds)
+        return lambda: values.__setitem__(output, optimizer)
     cut = cut_of(state.shapes, whole, part)
-    return lambda: values.__setitem__(output, cut(values[given]))
+    return lambda: values.__setitem__(output, cut(values[operand]))
 
 
 def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
     """Prepare a CONCATENATE, into new memory or into the buffer of a weight."""
-    given, (output,), values = op.inputs, op.outputs, state.values
+    operands, (output,), values = op.inputs, op.outputs, state.values
     whole = state.specs[output]
     if whole.kind is Kind.OPT_STATE:
-        kept = state.optimizer(whole.layer, whole.holds)
-        return lambda: values.__setitem__(output, kept)
-    join, slot = join_of(state.shapes, [state.specs[number] for number in given]), state.analysis.slot.get(output)
+        optimizer = state.optimizer(whole.layer, whole.holds)
+        return lambda: values.__setitem__(output, optimizer)
+    join, slot = join_of(state.shapes, [state.specs[number] for number in operands]), state.analysis.slot.get(output)
 
     def run() -> None:
-        made = join([values[number] for number in given])
-        values[output] = made if slot is None else state.fill_buffer(slot, len(made)).copy_(made)
+        result = join([values[number] for number in operands])
+        values[output] = result if slot is None else state.fill_buffer(slot, len(result)).copy_(result)
 
     return run
 
@@ -51,14 +51,14 @@ def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
         places = shapes.places(whole.layer, whole.holds, part.holds)
         start, stop = places[0][0], places[-1][1]
         return lambda tensor: tensor[start:stop]
-    held = list(bits(whole.microbatches))
-    mine = [held.index(microbatch) for microbatch in bits(part.microbatches)]
+    microbatches = list(bits(whole.microbatches))
+    mine = [microbatches.index(microbatch) for microbatch in bits(part.microbatches)]
     count, tokens = len(shapes.tokens(whole)), shapes.positions(whole, part)
 
     def cut(tensor: Tensor) -> Tensor:
         rows = tensor
-        if len(mine) < len(held):
-            rows = select_rows(tensor.reshape(len(held), -1, *tensor.shape[1:]), mine).flatten(0, 1)
+        if len(mine) < len(microbatches):
+            rows = select_rows(tensor.reshape(len(microbatches), -1, *tensor.shape[1:]), mine).flatten(0, 1)
         return rows if len(tokens) == count else select_rows(rows.transpose(0, 1), tokens).transpose(0, 1)
 
     return cut

@@ -89,9 +89,9 @@ class State:
         self.loss_owners = loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
-        loaded = self.analysis.kept.loads.values()
+        keys = self.analysis.kept_weights.loads.values()
         self.kept: dict[tuple[int, Holds], Tensor] = {
-            key: self._initial(*key) if weights_of is None else weights_of.kept[key] for key in loaded
+            key: self._initial(*key) if weights_of is None else weights_of.kept[key] for key in keys
         }
         shared = weights_of if checked.trains else None
         self.opt_states: dict[tuple[int, Holds], Slice] = {} if shared is None else shared.opt_states
@@ -104,9 +104,9 @@ class State:
         self.arena = ArenaTensors(checked, rank, self.shapes, self.dtype, settings.device, arena)
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
-        held = [self.specs[(op.inputs or op.outputs)[0]].microbatches for op in self.tape if op.kind in readers]
-        held += [mask for op in self.tape if op.factor is not None for mask, _ in op.factor.tokens]
-        self.microbatches = sorted({m for mask in held for m in bits(mask)})
+        masks = [self.specs[(op.inputs or op.outputs)[0]].microbatches for op in self.tape if op.kind in readers]
+        masks += [mask for op in self.tape if op.factor is not None for mask, _ in op.factor.tokens]
+        self.microbatches = sorted({m for mask in masks for m in bits(mask)})
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens: int | Tensor = 0
         self.rate: float | Tensor = 0.0
@@ -208,7 +208,7 @@ class State:
 
     def keep(self) -> None:
         """Copy a step's final weights into the kept weights, if they lie in other memory."""
-        for number, key in self.analysis.kept.final.items():
+        for number, key in self.analysis.kept_weights.final.items():
             if self.values[number].data_ptr() != self.kept[key].data_ptr():
                 self.kept[key].copy_(self.values[number])
 
@@ -235,7 +235,7 @@ class State:
     def memory_for(self, number: int) -> Tensor:
         """Return memory for a value: that of a kept weight, a part of the arena, a buffer of weights, or new memory."""
         spec = self.specs[number]
-        if number in self.analysis.kept.arriving:
+        if number in self.analysis.kept_weights.arriving:
             return self.kept_memory(number)
         if number in self.arena.tensors:
             return self.arena.tensors[number]
@@ -251,7 +251,7 @@ class State:
 
     def memory_beside(self, number: int) -> Callable[[], Tensor]:
         """Return a function that allocates a gradient's memory beside the gradients all-reduced together with it."""
-        buckets, rooms, device = self.analysis.buckets, self._side_by_side, self.settings.device
+        buckets, tensors, device = self.analysis.buckets, self._side_by_side, self.settings.device
         first = buckets.first[number]
         numbers = buckets.buffers[first]
         lengths = [self.shapes.shape(self.specs[other])[0] for other in numbers]
@@ -262,8 +262,8 @@ class State:
 
         def make() -> Tensor:
             if number == first:
-                rooms[first] = torch.empty(whole, dtype=dtype, device=device) if in_arena is None else in_arena
-            return rooms[first].narrow(0, start, length) if mine is None else mine
+                tensors[first] = torch.empty(whole, dtype=dtype, device=device) if in_arena is None else in_arena
+            return tensors[first].narrow(0, start, length) if mine is None else mine
 
         return make
 
@@ -279,14 +279,14 @@ class State:
 
     def give_back(self, number: int) -> None:
         """Free the memory of a kept weight until a new weight arrives there."""
-        key = self.analysis.kept.loads[number]
+        key = self.analysis.kept_weights.loads[number]
         memory = self.kept[key].untyped_storage()
         self._given_back[key] = memory.nbytes()
         memory.resize_(0)
 
     def kept_memory(self, number: int) -> Tensor:
         """Return the memory of the kept weight that an arriving weight replaces. If it was freed, allocate it again."""
-        key = self.analysis.kept.final[number]
+        key = self.analysis.kept_weights.final[number]
         if size := self._given_back.pop(key, 0):
             self.kept[key].untyped_storage().resize_(size)
         return self.kept[key]
@@ -301,13 +301,13 @@ class State:
         The views are created once for each buffer and layer.
         """
         flat: Tensor = self.values[number]
-        before = self._last_weights.get((layer, number))
-        if before is not None and before[0] is flat:  # kept weights and whole buffers keep their memory
-            return before[1]
+        entry = self._last_weights.get((layer, number))
+        if entry is not None and entry[0] is flat:  # kept weights and whole buffers keep their memory
+            return entry[1]
         root = self.analysis.homes.get(number, number)
         slot = self.analysis.slot.get(root)
         if slot is None:
-            slot = -1 - root if root in self.analysis.leaves_room.values() else flat.data_ptr()
+            slot = -1 - root if root in self.analysis.freed_weights.values() else flat.data_ptr()
         key = (layer, slot, int(flat.storage_offset()))
         if key not in self._weights:
             self._weights[key] = parameter_views(self.shapes.layout_of_weight(layer), flat)
@@ -328,7 +328,7 @@ class State:
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """Return the initial weights of some slices, in the place (device, host or disk) in which they are kept."""
         first = self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
-        return self._at(self.analysis.kept.place_of.get((layer, holds), ""), first)
+        return self._at(self.analysis.kept_weights.place_of.get((layer, holds), ""), first)
 
     def _first(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
         """Return the initial weights of some slices: read from files, or drawn from the seed."""
@@ -351,11 +351,11 @@ class State:
         It updates the kept weights that contain the slices or, if there are none, weights that are created here. If the
         kept weights lie in another place than the update, each update receives a copy of them.
         """
-        owner = self.analysis.kept.memory_of(layer, holds)
+        owner = self.analysis.kept_weights.memory_of(layer, holds)
         place = self.analysis.stepped_at.get((layer, holds), "")
         if owner is None:
             flat = self._at(place, self._initial(layer, holds))
-        elif self.analysis.kept.place_of[owner] == place:
+        elif self.analysis.kept_weights.place_of[owner] == place:
             flat = self.kept[owner]
         else:
             flat = torch.empty_like(self.kept[owner], device="cpu" if place else self.settings.device)
@@ -366,10 +366,10 @@ class State:
         exact = self._at(place, self._first(layer, holds, torch_dtype(precision.state))) if precision.copy else None
         whole = self.checked.program.sizes.whole_matrices
         matrices = matrices_of(self.model.run(layer), self.shapes.flat[layer]) if whole else ()
-        made = Slice(runs, starts, decayed, self.settings.optimizer, exact, matrices)
-        if owner is not None and self.analysis.kept.place_of[owner] != place:
+        optimizer = Slice(runs, starts, decayed, self.settings.optimizer, exact, matrices)
+        if owner is not None and self.analysis.kept_weights.place_of[owner] != place:
             flat.untyped_storage().resize_(0)
-        return made
+        return optimizer
 
     def _make_buffers(self) -> list[Tensor]:
         """Create the buffers of gathered and received weights. A buffer has no memory until a weight arrives."""

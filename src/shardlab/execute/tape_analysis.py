@@ -40,7 +40,7 @@ class Analysis:
             reads.
         gradient_factor: factor of the gradients of a backward pass, by the number of the value saved in the forward
             pass.
-        kept: weights that outlive the step, and weights that are received into the memory of such a weight.
+        kept_weights: weights that outlive the step, and weights that are received into the memory of such a weight.
         homes: for each value that lies in another value's memory (a slice, or a weight that an update writes): the
             number of that other value.
         stepped_at: place where an update is computed (device or host), by the (layer, slices) of its optimizer state.
@@ -51,7 +51,7 @@ class Analysis:
         last_copies: indices of collectives that send a copy of an activation or gradient that no other op reads
             afterwards.
         empties: index of the buffer that is freed after an op, by the index of the op.
-        leaves_room: for each FREE after which a kept weight's memory is unused until a new weight arrives there, by
+        freed_weights: for each FREE after which a kept weight's memory is unused until a new weight arrives there, by
             index: the number of the kept weight.
     """
 
@@ -70,9 +70,9 @@ class Analysis:
             for op in self.tape
             if op.kind is OpKind.BACKWARD or op.kind is OpKind.BACKWARD_INPUT
         }
-        self.kept = KeptWeights(self.tape, self.specs)
-        self.homes = self.kept.owners
-        self._ended = memory_ends(ending_ops(self.tape), self.homes)
+        self.kept_weights = KeptWeights(self.tape, self.specs)
+        self.homes = self.kept_weights.owners
+        self._memory_ends = memory_ends(ending_ops(self.tape), self.homes)
         self.stepped_at = {
             (op.layer, self.specs[op.inputs[2]].holds): self.specs[op.inputs[1]].form.place
             for op in self.tape
@@ -81,27 +81,29 @@ class Analysis:
         self.slot: dict[int, int] = {}
         self.empties: dict[int, int] = {}
         self.slots = self._share_buffers()
-        self.leaves_room = self._leaves_room()
-        self.halved = self._halved()
-        carried = (self.homes[self.tape[at].outputs[0]] for at in self.kept.copied_updates)
-        self.consecutive_updates = consecutive_updates(self.tape, {self._ended.get(home, -1) for home in carried})
+        self.freed_weights = self._find_freed_weights()
+        self.halved = self._find_halved()
+        carried = (self.homes[self.tape[at].outputs[0]] for at in self.kept_weights.copied_updates)
+        self.consecutive_updates = consecutive_updates(self.tape, {self._memory_ends.get(home, -1) for home in carried})
         self.last_reads = last_reads(self.tape, self.specs)
         self.last_copies = last_copies(self.tape, self.specs)
 
-    def _leaves_room(self) -> dict[int, int]:
-        kept, ended = self.kept, self._ended
-        arriving = {kept.final[number] for number in kept.arriving}
-        written = {kept.memory_of(*key) for key in self.stepped_at}
+    def _find_freed_weights(self) -> dict[int, int]:
+        kept_weights, ends = self.kept_weights, self._memory_ends
+        arriving = {kept_weights.final[number] for number in kept_weights.arriving}
+        updated_weights = {kept_weights.memory_of(*key) for key in self.stepped_at}
         return {
-            ended[number]: number
-            for number, key in kept.loads.items()
-            if key in arriving - written and not kept.place_of[key] and number in ended
-            if self.tape[ended[number]].kind is OpKind.FREE
+            ends[number]: number
+            for number, key in kept_weights.loads.items()
+            if key in arriving - updated_weights and not kept_weights.place_of[key] and number in ends
+            if self.tape[ends[number]].kind is OpKind.FREE
         }
 
-    def _halved(self) -> set[int]:
-        made = {op.outputs[-1]: at for at, op in enumerate(self.tape) if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
-        return {made[op.inputs[3]] for op in self.tape if op.kind is OpKind.BACKWARD_INPUT}
+    def _find_halved(self) -> set[int]:
+        forward_of = {
+            op.outputs[-1]: at for at, op in enumerate(self.tape) if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)
+        }
+        return {forward_of[op.inputs[3]] for op in self.tape if op.kind is OpKind.BACKWARD_INPUT}
 
     def _share_buffers(self) -> int:
         """Assign each gathered or received weight the first buffer that is free while the weight is live.
@@ -113,7 +115,7 @@ class Analysis:
         for at, op in enumerate(self.tape):
             if op.kind in _BUFFERED and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
                 number, form = op.outputs[0], self.specs[op.outputs[0]].form
-                if number in self.kept.arriving or form.place or op.offset >= 0:
+                if number in self.kept_weights.arriving or form.place or op.offset >= 0:
                     continue
                 dtype = form.dtype
                 fits = (i for i, free in enumerate(free_from) if free < at and dtypes[i] == dtype)
@@ -121,7 +123,7 @@ class Analysis:
                 if slot == len(free_from):
                     free_from.append(0)
                     dtypes.append(dtype)
-                free_from[slot] = self._ended.get(number, len(self.tape))
+                free_from[slot] = self._memory_ends.get(number, len(self.tape))
                 self.slot[number] = slot
                 self.empties[free_from[slot]] = slot
         return len(free_from)
@@ -150,16 +152,16 @@ def consecutive_updates(tape: Sequence[Op], barriers: Collection[int] = ()) -> s
     Returns:
         Indices of all UPDATE ops of each such sequence except the last one.
     """
-    found: set[int] = set()
+    updates: set[int] = set()
     last = -1
     for at, op in enumerate(tape):
         if op.kind is OpKind.UPDATE:
             if last >= 0:
-                found.add(last)
+                updates.add(last)
             last = at
         elif op.kind is not FREE or at in barriers:
             last = -1
-    return found
+    return updates
 
 
 class ArenaTensors:
@@ -188,8 +190,8 @@ class ArenaTensors:
         size = BufferBytes(checked.program, checked.specs)
         # In float64, casts keep float64 (see `Settings`), so values that are cast are wider than on the tape.
         wider = 1
-        for room, _ in arena.buffers:
-            for spec in (specs[number] for number in room.values):
+        for buffer, _ in arena.buffers:
+            for spec in (specs[number] for number in buffer.values):
                 if size(spec):  # some layers of a bucket may have no parameters
                     wider = max(wider, -(-math.prod(shapes.shape(spec)) * dtype(spec).itemsize // size(spec)))
         bytes = wider * arena.bytes
@@ -198,15 +200,15 @@ class ArenaTensors:
             self.whole.resize_(bytes)  # the tensors of the other program move with the memory
         self.tensors: dict[int, Tensor] = {}
         self.side_by_side: dict[int, Tensor] = {}
-        for room, begin in arena.buffers:
+        for buffer, begin in arena.buffers:
             at = wider * begin
-            for number in room.values:  # adjacent by their real sizes: `wider` is too large for some buffers
+            for number in buffer.values:  # adjacent by their real sizes: `wider` is too large for some buffers
                 self.tensors[number] = self._at(at, shapes.shape(specs[number]), dtype(specs[number]))
                 at += self.tensors[number].nbytes
-            if len(room.values) > 1:
-                length, first = sum(len(self.tensors[number]) for number in room.values), specs[room.values[0]]
+            if len(buffer.values) > 1:
+                length, first = sum(len(self.tensors[number]) for number in buffer.values), specs[buffer.values[0]]
                 whole = self._at(wider * begin, (length,), dtype(first))
-                self.side_by_side |= dict.fromkeys(room.values, whole)
+                self.side_by_side |= dict.fromkeys(buffer.values, whole)
 
     def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor that begins at a byte.
@@ -275,18 +277,18 @@ class Shapes:
                 f"choose a seq_len that is a multiple of {slices} ({self._sizes.slices_per_rank} slices for each "
                 "context-parallel rank, times the tensor-parallel ranks)"
             )
-        held = sorted({cell % slices for cell in bits(spec.cells)})  # equal for every sequence, as the check ensures
-        first, last = held[0] * length // slices, (held[-1] + 1) * length // slices
-        if len(held) == held[-1] + 1 - held[0]:
+        numbers = sorted({cell % slices for cell in bits(spec.cells)})  # equal for every sequence, as the check ensures
+        first, last = numbers[0] * length // slices, (numbers[-1] + 1) * length // slices
+        if len(numbers) == numbers[-1] + 1 - numbers[0]:
             return range(first, last)
-        return [token for token in range(first, last) if token * slices // length in held]
+        return [token for token in range(first, last) if token * slices // length in numbers]
 
     def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
         """Return the positions of the tokens of `part` among those of `whole`; a range if they are consecutive."""
         places = {token: place for place, token in enumerate(self.tokens(whole))}
-        found = [places[token] for token in self.tokens(part)]
-        run = range(found[0], found[-1] + 1)
-        return run if len(run) == len(found) else found
+        positions = [places[token] for token in self.tokens(part)]
+        run = range(positions[0], positions[-1] + 1)
+        return run if len(run) == len(positions) else positions
 
     def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
         """Return the (start, stop) ranges of a value's slices in the layer's flat buffer, in order."""
@@ -299,12 +301,12 @@ class Shapes:
             runs.append((start, stop))
         return runs
 
-    def places(self, layer: int, holds: Holds, wanted: Holds) -> list[tuple[int, int]]:
-        """Return the (start, stop) ranges of the slices `wanted` in the tensor of a value with the slices `holds`."""
+    def places(self, layer: int, holds: Holds, part: Holds) -> list[tuple[int, int]]:
+        """Return the (start, stop) ranges of the slices `part` in the tensor of a value with the slices `holds`."""
         places: list[tuple[int, int]] = []
         at = 0
         for start, stop in self.ranges(layer, holds):
-            for begin, end in self.ranges(layer, wanted):
+            for begin, end in self.ranges(layer, part):
                 if start <= begin and end <= stop:
                     places.append((at + begin - start, at + end - start))
             at += stop - start

@@ -164,7 +164,7 @@ def copy_of(state: State, replica: Replica) -> Tensor:
     """Return this rank's copy of the weights of a replica. If it keeps them in several parts, these are joined."""
     layer, missing = replica.layer, replica.holds
     parts: list[tuple[int, Tensor]] = []
-    for key in state.analysis.kept.loads.values():
+    for key in state.analysis.kept_weights.loads.values():
         if key[0] == layer:
             mine, missing_pieces = in_equal_pieces(key[1], missing)
             shared = Holds(mine.mask & missing_pieces.mask, mine.of)

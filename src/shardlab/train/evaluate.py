@@ -24,7 +24,7 @@ from shardlab.check import Checked, check_forward, forward_only
 from shardlab.common.errors import UserError
 from shardlab.execute.collect import averaged_weights
 from shardlab.execute.executor import Executor
-from shardlab.execute.kernel_choice import kept_by_rank_0
+from shardlab.execute.kernel_choice import choices_of_rank_0
 from shardlab.execute.settings import Settings
 from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
@@ -284,7 +284,7 @@ def evaluate_rank(rank: int, device: torch.device, task: TextJob) -> TextLoss | 
     text = task.text()
     groups: Groups = {}
     total, tokens = 0.0, 0
-    with kernel_choices(kept_by_rank_0()):
+    with kernel_choices(choices_of_rank_0()):
         for job, batches in zip(task.jobs, task.batches_of(text), strict=True):
             checked = job.checked()
             require_agreement(checked, str(checksum(text.run.tokens.data.cast("B"), MOST_COMPARED)))

@@ -129,7 +129,7 @@ class Watch:
         self._looked = now
         for rank, progress in self._progresses.items():
             position = progress.position
-            has_moved = position != self._last_positions[rank] or progress.ended
+            has_moved = position != self._last_positions[rank] or progress.has_ended
             self._last_positions[rank], self._idle[rank] = position, 0.0 if has_moved else self._idle[rank] + elapsed
         return [rank for rank, idle in self._idle.items() if idle >= self._patience(rank)]
 
@@ -166,7 +166,7 @@ class Watch:
         state = process_state(progress.pid) if progress.pid else ProcessState.GONE
         if state is ProcessState.STOPPED:
             return "is stopped (SIGSTOP, or a debugger)"
-        if progress.ended:
+        if progress.has_ended:
             return "has ended"
         if state is ProcessState.GONE:
             return "has gone" if progress.pid else "never started"
@@ -238,7 +238,7 @@ class Watchdog:
     ) -> None:
         self._end_event.set()
         if not isinstance(error, Exception):
-            self._mine.ended = True
+            self._mine.has_ended = True
             return
         if isinstance(error, UserError):  # shown to the user without a report
             self._mine.reported = True
@@ -260,7 +260,7 @@ class Watchdog:
         at_fault = [
             rank
             for rank, progress in self._ranks.items()
-            if (progress.failed and not progress.lost) or progress.reported
+            if (progress.failed and not progress.lost_connection) or progress.reported
         ]
         if at_fault or not self._reports():
             self._await_report(0.0)
@@ -292,7 +292,7 @@ class Watchdog:
                 print(f"{saved_text}{report}\n\nshardlab: {verdict}", file=sys.stderr, flush=True)
             time.sleep(LANDING)
             for rank, progress in self._ranks.items():  # the launcher would wait for a rank that is stopped
-                if rank != self._rank and progress.pid and not progress.ended:
+                if rank != self._rank and progress.pid and not progress.has_ended:
                     with suppress(OSError):
                         os.kill(progress.pid, signal.SIGKILL)
         os._exit(1)
@@ -312,8 +312,8 @@ class Watchdog:
         fates: dict[int, str] = {}
         for rank, progress in self._ranks.items():
             if progress.failed:
-                fates[rank] = "lost its connection" if progress.lost else "failed"
-            elif progress.ended:
+                fates[rank] = "lost its connection" if progress.lost_connection else "failed"
+            elif progress.has_ended:
                 fates[rank] = "has ended"
             elif process_state(progress.pid) is ProcessState.GONE:
                 fates[rank] = _GONE

@@ -162,12 +162,12 @@ def test_settings_that_cannot_be_or_contradict_each_other_are_one_sentence(
 
 def test_an_overflow_halves_the_scale_and_calm_doubles_it() -> None:
     scale = LossScale()
-    scale.after(finite=False)
+    scale.update(finite=False)
     assert scale.scale == FIRST / 2
     for _ in range(CALM - 1):
-        scale.after(finite=True)
+        scale.update(finite=True)
     assert scale.scale == FIRST / 2
-    scale.after(finite=True)
+    scale.update(finite=True)
     assert scale.scale == FIRST
     assert scale.calm == 0
 
@@ -177,5 +177,5 @@ def test_the_scale_is_a_power_of_two(steps: list[bool]) -> None:
     """So that it rounds nothing."""
     scale = LossScale()
     for finite in steps:
-        scale.after(finite)
+        scale.update(finite)
     assert scale.scale == FIRST / 2 ** steps.count(False)

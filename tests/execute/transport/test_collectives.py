@@ -161,7 +161,7 @@ def met(rank: int, ranks: tuple[int, ...], shares_memory: bool) -> dict[str, Ten
     """What a rank receives of every collective of a group, whose last member is the root."""
     with pytest.MonkeyPatch.context() as patch:
         if not shares_memory:
-            patch.setattr(Neighbours, "here", None)
+            patch.setattr(Neighbours, "current", None)
         group, members, root = group_among(ranks), len(ranks), ranks[-1]
         links = Communicator(meeting({group, group_among(tuple(sorted(ranks)))}, members), rank)
         whole, is_root = terms(rank, members), rank == root

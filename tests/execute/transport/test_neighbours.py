@@ -91,10 +91,10 @@ def _values(rank: int, number: int, size: int) -> Tensor:
 
 def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
     """What comes of collectives on two groups and messages around the ranks, waited for in an order of this rank's."""
-    here = Neighbours.here
+    here = Neighbours.current
     assert here is not None
     assert all(other in here for other in range(size) if other != rank)
-    with patch.object(Neighbours, "here", here if shared else None):
+    with patch.object(Neighbours, "current", here if shared else None):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]
         groups = [(_world(), size)]
         groups.append((transport_of(cast(Any, dist.new_group(pair, use_local_synchronization=True))), 2))
@@ -465,7 +465,7 @@ def on_two_hosts(rank: int) -> tuple[list[bool], float]:
     with patch.object(neighbours, "_host", return_value=f"host {rank % 2}"):
         connect_neighbours(LIMIT)
     try:
-        here, world = Neighbours.here, cast(Any, dist.group.WORLD)
+        here, world = Neighbours.current, cast(Any, dist.group.WORLD)
         assert here is not None
         assert not isinstance(transport_of(world), SharedTransport)
         total = torch.tensor([float(rank)])
@@ -497,7 +497,7 @@ def alone(rank: int) -> bool:
         total = torch.ones(1)
         all_reduce(total, cast(Any, dist.group.WORLD)).wait()
         assert float(total) == 3
-        return Neighbours.here is None
+        return Neighbours.current is None
     finally:
         connect_neighbours(LIMIT)
 

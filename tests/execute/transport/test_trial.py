@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardlab.execute.transport.trial import BARRIER, CALLS, SEND, Numbers, Shown, show_rank
+from shardlab.execute.transport.trial import BARRIER, CALLS, SEND, Numbers, TensorStates, show_rank
 from shardlab.language import Holds, Kind, OpKind, Reduction, Sizes, Spec
 from shardlab.language.collective_calls import Call, collective_results, value_counts
 from shardlab.language.ops import ROOTED
@@ -21,7 +21,7 @@ World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 
 
-def shown(world: World, count: int, *case: str, root: int = 0, by: Reduction = Reduction.SUM) -> Shown:
+def shown(world: World, count: int, *case: str, root: int = 0, by: Reduction = Reduction.SUM) -> TensorStates:
     (found,) = world(count).call(show_rank, CPU, [case], root, by)[0]
     return found
 
@@ -59,19 +59,19 @@ def test_what_is_shown_is_what_the_rules_say(ranks: World, kind: OpKind, count: 
     if kind is OpKind.BROADCAST:
         received[root] = given[root]  # it has it already
     found = shown(ranks, count, kind.value, root=root)
-    assert found.before == [numbers_of(spec, kind, count) for spec in given]
-    assert found.after == [numbers_of(spec, kind, count) for spec in received]
+    assert found.inputs == [numbers_of(spec, kind, count) for spec in given]
+    assert found.results == [numbers_of(spec, kind, count) for spec in received]
 
 
 def test_an_all_to_all_turns_rows_into_columns(ranks: World) -> None:
     found = shown(ranks, 3, "all_to_all")
-    assert found.before == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
-    assert found.after == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+    assert found.inputs == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
+    assert found.results == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
 
 def test_a_message_goes_to_the_next_rank(ranks: World) -> None:
     found = shown(ranks, 3, "send", root=2)
-    assert found.after == [[20, 21, 22], None, [20, 21, 22]]
+    assert found.results == [[20, 21, 22], None, [20, 21, 22]]
 
 
 @pytest.mark.parametrize("name", ["reduce", "all_reduce"])
@@ -81,7 +81,7 @@ def test_a_message_goes_to_the_next_rank(ranks: World) -> None:
 )
 def test_reductions_are_element_by_element(ranks: World, name: str, by: Reduction, expected: list[float]) -> None:
     found = shown(ranks, 3, name, root=1, by=by)
-    assert found.after == ([None, expected, None] if name == "reduce" else [expected] * 3)
+    assert found.results == ([None, expected, None] if name == "reduce" else [expected] * 3)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,15 @@ def test_reductions_are_element_by_element(ranks: World, name: str, by: Reductio
 def test_one_collective_is_two_others_in_a_row(ranks: World, name: str, steps: tuple[str, ...]) -> None:
     double = shown(ranks, 4, *steps, root=2)
     single = shown(ranks, 4, name, root=2)
-    assert double.before == single.before
-    assert double.after == single.after
+    assert double.inputs == single.inputs
+    assert double.results == single.results
 
 
 def test_nobody_leaves_a_barrier_before_all_have_come(ranks: World) -> None:
     found = shown(ranks, 3, BARRIER)
-    came, went = ([number for numbers in side if numbers for number in numbers] for side in (found.before, found.after))
+    came, went = (
+        [number for numbers in side if numbers for number in numbers] for side in (found.inputs, found.results)
+    )
     assert min(came) == 0
     assert len(went) == 3
     assert min(went) >= max(came) - 1, "clocks of one machine"

@@ -64,8 +64,8 @@ class AdamW(TensorOptimizer):
         if not state:
             # The fused kernel reads the number of steps on the weight's device. The other kernel reads it on the host,
             # in the default dtype.
-            where: dict[str, Any] = {"dtype": torch.float32, "device": weight.device} if self._fused else {}
-            state["step"] = torch.zeros((), **where)
+            options: dict[str, Any] = {"dtype": torch.float32, "device": weight.device} if self._fused else {}
+            state["step"] = torch.zeros((), **options)
             state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         return state
@@ -161,9 +161,9 @@ class OneMoment(TensorOptimizer):
             rate = group["lr"]
             for weight in group["params"]:
                 if weight.grad is not None:
-                    way, length = self.move(weight, self.moment(weight))
+                    direction, length = self.move(weight, self.moment(weight))
                     weight.mul_(1 - rate * group["weight_decay"])
-                    weight.add_(way, alpha=-rate * length)
+                    weight.add_(direction, alpha=-rate * length)
 
 
 class Lion(OneMoment):
@@ -176,9 +176,9 @@ class Lion(OneMoment):
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
         """Return the sign of moment and gradient, mixed by the first decay rate. Update the moment by the second."""
         assert weight.grad is not None
-        by, kept = self._betas
-        sign = torch.lerp(weight.grad, moment, by).sign_()
-        moment.lerp_(weight.grad, 1 - kept)
+        beta1, beta2 = self._betas
+        sign = torch.lerp(weight.grad, moment, beta1).sign_()
+        moment.lerp_(weight.grad, 1 - beta2)
         return sign, 1.0
 
 
@@ -226,14 +226,14 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """Return a matrix with nearly the same singular vectors, and singular values from 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     rows, columns = matrix.shape
-    found = matrix.to(iterated_in(matrix), copy=True)
+    iterate = matrix.to(iterated_in(matrix), copy=True)
     if rows > columns:
-        found = found.T
-    found.div_(cast(Tensor, found.norm()).clamp(min=1e-7))
+        iterate = iterate.T
+    iterate.div_(cast(Tensor, iterate.norm()).clamp(min=1e-7))
     for _ in range(ITERATIONS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if rows > columns else found
+        gram = iterate @ iterate.T
+        iterate = torch.addmm(iterate, torch.addmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
+    return iterate.T if rows > columns else iterate
 
 
 def iterated_in(tensor: Tensor) -> torch.dtype:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlab.execute.offload import Parked
+from shardlab.execute.offload import OffloadableTensors
 from shardlab.execute.optimizers.algorithms import (
     SGD,
     AdamW,
@@ -55,18 +55,18 @@ def torch_optimizers(
         {"params": others, "weight_decay": 0.0},
     ]
     groups, rate = [group for group in groups if group["params"]], config.learning_rate
-    found: list[TensorOptimizer] = []
+    optimizers: list[TensorOptimizer] = []
     if matrices:
-        found.append(Muon([{"params": matrices, "weight_decay": config.weight_decay}], rate, config.momentum))
+        optimizers.append(Muon([{"params": matrices, "weight_decay": config.weight_decay}], rate, config.momentum))
     if groups and config.optimizer == "sgd":
-        found.append(SGD(groups, rate, config.momentum, fused=fused))
+        optimizers.append(SGD(groups, rate, config.momentum, fused=fused))
     elif groups and config.optimizer == "lion":
-        found.append(Lion(groups, rate, config.betas))
+        optimizers.append(Lion(groups, rate, config.betas))
     elif groups:
-        found.append(AdamW(groups, rate, config.betas, config.eps, fused=fused))
-    if config.ema is not None and (followed := [*decayed, *others, *matrices]):
-        found.append(Average(followed, config.ema))
-    return found
+        optimizers.append(AdamW(groups, rate, config.betas, config.eps, fused=fused))
+    if config.ema is not None and (averaged_tensors := [*decayed, *others, *matrices]):
+        optimizers.append(Average(averaged_tensors, config.ema))
+    return optimizers
 
 
 class SteppedRun(NamedTuple):
@@ -112,7 +112,7 @@ class Slice:
         self.weights = weights
         self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])
         self.config = config
-        self._parked = Parked()
+        self._offloadable = OffloadableTensors()
         self._ranges = [(start, start + len(run)) for run, start in zip(weights, starts, strict=True)]
         runs = [(start, start + m.size, m, piece) for m in matrices for piece, start in enumerate(m.starts)]
         edges = {place for run in (*decayed, *(run[:2] for run in runs)) for place in run}
@@ -124,11 +124,13 @@ class Slice:
         for run, (start, stop) in zip(self.exact or weights, self._ranges, strict=True):
             inner = {place for place in edges if start < place < stop}
             for begin, end in pairwise(sorted({start, stop} | inner)):
-                leaf, where = run[begin - start : end - start].detach(), (at + begin - start, at + end - start)
-                whose = (
-                    SteppedRun(leaf, *where, m, i, begin - first) for first, last, m, i in runs if first <= begin < last
+                leaf, bounds = run[begin - start : end - start].detach(), (at + begin - start, at + end - start)
+                matrix_runs = (
+                    SteppedRun(leaf, *bounds, m, i, begin - first)
+                    for first, last, m, i in runs
+                    if first <= begin < last
                 )
-                part = next(whose, SteppedRun(leaf, *where))
+                part = next(matrix_runs, SteppedRun(leaf, *bounds))
                 self._parts.append(part)
                 decays = any(first <= begin and end <= last for first, last in decayed)
                 self.leaves.append((begin, leaf))
@@ -137,7 +139,7 @@ class Slice:
                     self._matrices[part.matrix].append(part)
             at += len(run)
         self.optimizers = torch_optimizers(config, *roles)
-        self._muon = next((each for each in self.optimizers if isinstance(each, Muon)), None)
+        self._muon = next((optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon)), None)
         self.dropped: Tensor | None = None  # (), 1 if the update must drop the gradient of `take`; None: it need not
         self.copied = 0  # bytes of copies of the gradient in `take`
 
@@ -151,25 +153,27 @@ class Slice:
             run = bisect_right(flat_places, part.begin) - 1
             part.leaf.data = weights[run][part.begin - flat_places[run] : part.end - flat_places[run]]
 
-    def offload(self, room: Callable[[int], torch.UntypedStorage]) -> Wait:
-        """Start to copy the optimizer state to memory that `room` allocates. The returned wait frees its old memory."""
-        return self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
+    def offload(self, allocate: Callable[[int], torch.UntypedStorage]) -> Wait:
+        """Start to copy the optimizer state to memory from `allocate`. The returned wait frees its old memory."""
+        return self._offloadable.offload(
+            [tensor for tensor in (*self.moments, *self.exact) if tensor.numel() > 1], allocate
+        )
 
     def reload(self) -> Wait:
         """Start to copy the optimizer state back to the memory in which it is updated."""
-        return self._parked.reload()
+        return self._offloadable.reload()
 
-    def current(self, kept: Tensor) -> Tensor:
-        """Return a tensor of the optimizer state: `kept` itself or, while it is offloaded, a view of its copy."""
-        return self._parked.current(kept)
+    def current(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the optimizer state: `tensor` itself or, while it is offloaded, a view of its copy."""
+        return self._offloadable.current(tensor)
 
     def make_moments(self, updates: int) -> None:
         """Allocate the optimizer state that exists after `updates` updates, by an update with a zero gradient.
 
         The state lies in the memory in which it is updated. The caller fills in its values.
         """
-        gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # each update gets a copy
-        for run in gone:
+        freed_runs = [run for run in self.weights if not run.untyped_storage().nbytes()]  # each update gets a copy
+        for run in freed_runs:
             memory, end = run.untyped_storage(), (int(run.storage_offset()) + len(run)) * run.itemsize
             memory.resize_(max(memory.nbytes(), end))
             run.zero_()
@@ -184,10 +188,10 @@ class Slice:
         for part in self._parts:
             part.leaf.grad = None
         for optimizer in self.optimizers:
-            for kept in optimizer.state.values():
-                if "step" in kept:
-                    kept["step"] = kept["step"] * 0 + updates  # a number, or a tensor with a number
-        for run in gone:
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"] * 0 + updates  # a number, or a tensor with a number
+        for run in freed_runs:
             run.untyped_storage().resize_(0)
 
     @property
@@ -198,9 +202,9 @@ class Slice:
     @property
     def average(self) -> Tensor:
         """Return the moving average of the slice's weights, (elements,), offloaded or not."""
-        kept = self.optimizers[-1]
-        assert isinstance(kept, Average), "an average was asked for"
-        return torch.cat([self.current(kept.average_of(part.leaf)) for part in self._parts])
+        average = self.optimizers[-1]
+        assert isinstance(average, Average), "an average was asked for"
+        return torch.cat([self.current(average.average_of(part.leaf)) for part in self._parts])
 
     @property
     def moments(self) -> list[Tensor]:
@@ -243,8 +247,8 @@ class Slice:
             self.dropped = squared_norm.isfinite().logical_not().float()
         elif squared_norm is not None and not math.isfinite(squared_norm):
             return False
-        given, gradient = gradient, self._clipped(gradient, squared_norm, scale)
-        self.copied = 0 if gradient is given else gradient.nbytes
+        raw_gradient, gradient = gradient, self._clipped(gradient, squared_norm, scale)
+        self.copied = 0 if gradient is raw_gradient else gradient.nbytes
         if self._muon is not None:
             whole = direction or Direction(self._direction(gradient), self._ranges)
             self._muon.part_updates = self._part_updates(whole)
@@ -258,7 +262,7 @@ class Slice:
     @property
     def may_wait(self) -> bool:
         """Return whether the update may be delayed to run together with later ones: if AdamW updates a single run."""
-        return len(self.weights) == 1 and all(isinstance(each, AdamW) for each in self.optimizers[:1])
+        return len(self.weights) == 1 and all(isinstance(optimizer, AdamW) for optimizer in self.optimizers[:1])
 
     def finish(self) -> None:
         """Finish an update: drop the gradient, and round the weights from their exact copy if there is one."""
@@ -280,12 +284,12 @@ class Slice:
 
     def _direction(self, gradient: Tensor) -> Tensor:
         """Return the direction for a clipped gradient, in the dtype in which matrices are orthogonalized."""
-        made = torch.zeros_like(gradient, dtype=iterated_in(gradient))
+        direction = torch.zeros_like(gradient, dtype=iterated_in(gradient))
         for part in chain(*self._matrices.values()):
             assert self._muon is not None
-            here = slice(part.begin, part.end)
-            made[here] = self._muon.direction(part.leaf, gradient[here])
-        return made
+            span = slice(part.begin, part.end)
+            direction[span] = self._muon.direction(part.leaf, gradient[span])
+        return direction
 
     def _part_updates(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
         """Return (orthogonalized direction, length of the update) of each part of a matrix, by the part's weights.
@@ -333,10 +337,10 @@ def step_together(slices: Sequence[Slice]) -> None:
     """
     calls: dict[float, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
     settings: dict[str, Any] = {}
-    dropped = next((each.dropped for each in slices if each.dropped is not None), None)  # one norm clips all slices
+    dropped = next((part.dropped for part in slices if part.dropped is not None), None)  # one norm clips all slices
     alone: list[TensorOptimizer] = []
-    for each in slices:
-        for optimizer in each.optimizers:
+    for part in slices:
+        for optimizer in part.optimizers:
             together = len(slices) > 1 or dropped is not None
             if isinstance(optimizer, AdamW) and optimizer.state and together:
                 for group in optimizer.param_groups:
@@ -353,8 +357,8 @@ def step_together(slices: Sequence[Slice]) -> None:
             )
     for optimizer in alone:
         optimizer.step()
-    for each in slices:
-        each.finish()
+    for part in slices:
+        part.finish()
 
 
 def _factor(clip: float, squared_norm: float | Tensor) -> float | Tensor:

@@ -20,11 +20,11 @@ from shardlab.language.rules.kinds import MOST_DOUBLINGS_IN_FLOAT16
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
-def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: int, least: float) -> float:
+def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: int, min_ratio: float) -> float:
     """Return the learning rate of a step, as a fraction of the peak.
 
-    The rate rises linearly over `warmup` steps, stays constant, and decays to `least` over the last `decay` of `steps`
-    steps:
+    The rate rises linearly over `warmup` steps, stays constant, and decays to `min_ratio` over the last `decay` of
+    `steps` steps:
 
     - cosine: along half a cosine (Loshchilov and Hutter 2017, SGDR, arXiv 1608.03983, eq. 5; as in nanoGPT);
     - linear: along a line;
@@ -36,7 +36,7 @@ def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: i
 
     Args:
         step: number of the step, from 0. After `steps` the rate stays constant.
-        least: final rate as a fraction of the peak, unless `decay` is 0. It must be above 0 for wsd.
+        min_ratio: final rate as a fraction of the peak, unless `decay` is 0. It must be above 0 for wsd.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -44,9 +44,9 @@ def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: i
         return 1.0
     progress = min(1.0, max(0.0, (step - (steps - decay)) / decay))
     if schedule == "wsd":
-        return least**progress
-    left = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
-    return least + (1 - least) * left
+        return min_ratio**progress
+    remaining_share = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+    return min_ratio + (1 - min_ratio) * remaining_share
 
 
 FIRST = 2.0**16
@@ -72,7 +72,7 @@ class LossScale:
         self.scale = scale
         self.calm = 0
 
-    def after(self, finite: bool) -> None:
+    def update(self, finite: bool) -> None:
         """Update the scale after a step. `finite` says whether the step's gradient was finite."""
         self.calm += 1
         if not finite:
@@ -94,9 +94,9 @@ def want_scalable(precision: Precision, checked: Checked) -> None:
         )
     if precision.scaled:
         factors = {spec.form.factor for specs in checked.specs for spec in specs.values()}
-        for why in filter(None, (factor.why_out_of_range(MOST_DOUBLINGS_IN_FLOAT16) for factor in factors)):
+        for factor_text in filter(None, (factor.why_out_of_range(MOST_DOUBLINGS_IN_FLOAT16) for factor in factors)):
             raise UserError(
-                f"the program multiplies gradients by {why}, which overflows together with the loss scale of "
+                f"the program multiplies gradients by {factor_text}, which overflows together with the loss scale of "
                 f"{precision.name}; scale by less, or choose bf16"
             )
 
@@ -190,8 +190,10 @@ class OptimizerConfig:
         """Number of steps over which the learning rate decays."""
         if self.decay_steps is not None:
             return self.decay_steps
-        after = self.schedule_steps - self.warmup_steps
-        return {"constant": 0, "wsd": min(after, -(-self.schedule_steps // 10))}.get(self.learning_rate_schedule, after)
+        remaining_steps = self.schedule_steps - self.warmup_steps
+        return {"constant": 0, "wsd": min(remaining_steps, -(-self.schedule_steps // 10))}.get(
+            self.learning_rate_schedule, remaining_steps
+        )
 
     @property
     def schedule(self) -> str:

@@ -98,15 +98,15 @@ class Transport(Protocol):
 def transport_of(group: dist.ProcessGroup) -> Transport:
     """Return the transport of a group: shared memory if all members are connected neighbours, else torch's."""
     members = dist.get_process_group_ranks(group)
-    here = Neighbours.among(members)
-    return torch_transport(group) if here is None else SharedTransport(here, group.group_name, members)
+    neighbours = Neighbours.among(members)
+    return torch_transport(group) if neighbours is None else SharedTransport(neighbours, group.group_name, members)
 
 
 def messages_with(peer: int) -> Transport:
     """Return the transport of messages between this rank and `peer`. Its group is the world, not these two ranks."""
-    here = Neighbours.among([dist.get_rank(), peer])
-    if here is not None:
-        return SharedTransport(here, "messages", range(dist.get_world_size()))
+    neighbours = Neighbours.among([dist.get_rank(), peer])
+    if neighbours is not None:
+        return SharedTransport(neighbours, "messages", range(dist.get_world_size()))
     world = dist.group.WORLD
     assert world is not None, "the default process group exists"
     return TorchTransport(world)
@@ -148,8 +148,10 @@ class Communicator:
     """
 
     def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:
-        made = make_groups(program, rank, {} if groups is None else groups)
-        self.transports: dict[Group, Transport] = {group: transport_of(each) for group, each in made.items()}
+        own_groups = make_groups(program, rank, {} if groups is None else groups)
+        self.transports: dict[Group, Transport] = {
+            group: transport_of(torch_group) for group, torch_group in own_groups.items()
+        }
         tape = program.tapes[rank]
         peers = {op.peer for op in tape if op.kind in (OpKind.SEND, OpKind.RECV)}
         self._messages = {peer: messages_with(peer) for peer in peers}
@@ -199,7 +201,7 @@ Groups = dict[Group, dist.ProcessGroup | None]
 """Existing process groups, by their ranks; None for groups to which this rank does not belong."""
 
 
-def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.ProcessGroup]:
+def make_groups(program: Program, rank: int, process_groups: Groups) -> dict[Group, dist.ProcessGroup]:
     """Create a program's process groups. Every rank of the program calls this.
 
     Programs may use fewer ranks than there are processes, except on NCCL. Torch names a group by its members and by the
@@ -211,7 +213,7 @@ def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.
     Args:
         program: the program.
         rank: number of this rank.
-        known: groups that exist already, equal on all ranks of the program. New groups are added to it.
+        process_groups: groups that exist already, equal on all ranks of the program. New groups are added to it.
 
     Returns:
         The groups that the rank belongs to.
@@ -219,14 +221,14 @@ def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.
     Raises:
         UserError: for a group that is not in ascending order, if this version of torch only supports ascending groups.
     """
-    for groups in group_rounds(program, known):
+    for groups in group_rounds(program, process_groups):
         mine = next((group for group in groups if rank in group.ranks), None)
         ranks = [rank] if mine is None else list(mine.ranks)
         group = _new_group(ranks)
-        known |= dict.fromkeys(groups)
+        process_groups |= dict.fromkeys(groups)
         if mine is not None:
-            known[mine] = group
-    return {group: made for group, made in known.items() if made is not None}
+            process_groups[mine] = group
+    return {group: process_group for group, process_group in process_groups.items() if process_group is not None}
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -238,9 +240,9 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     order: dict[str, bool] = {}
     if list(ranks) != sorted(ranks):
         if "sort_ranks" not in signature(new_group).parameters:
-            named = ", ".join(map(str, ranks))
+            text = ", ".join(map(str, ranks))
             raise UserError(
-                f"a group has the ranks {named} in this order, but torch {torch.__version__} only supports ascending "
+                f"a group has the ranks {text} in this order, but torch {torch.__version__} only supports ascending "
                 "ranks; name the ranks of `among` in ascending order, or use a newer torch"
             )
         order["sort_ranks"] = False
@@ -256,16 +258,16 @@ def _limit() -> timedelta:
     return dist.default_pg_timeout if options is None else options._timeout  # torch's fake backend has no options
 
 
-def group_rounds(program: Program, known: Collection[Group] = ()) -> list[list[Group]]:
+def group_rounds(program: Program, existing_groups: Collection[Group] = ()) -> list[list[Group]]:
     """Split a program's new groups into rounds of disjoint groups. Every rank returns the same rounds."""
-    groups = {op.group for tape in program.tapes for op in tape if op.group is not None} - set(known)
-    made: list[list[Group]] = []
+    groups = {op.group for tape in program.tapes for op in tape if op.group is not None} - set(existing_groups)
+    rounds: list[list[Group]] = []
     for group in sorted(groups, key=lambda group: (group.axis, group.ranks)):
         members = set(group.ranks)
-        free = (others for others in made if all(members.isdisjoint(other.ranks) for other in others))
+        free = (others for others in rounds if all(members.isdisjoint(other.ranks) for other in others))
         others = next(free, None)
         if others is None:
-            made.append([group])
+            rounds.append([group])
         else:
             others.append(group)
-    return made
+    return rounds

@@ -92,7 +92,7 @@ class Neighbours:
     """Connections of this rank to its neighbours.
 
     Attributes:
-        here: connections of this process; None if it has no neighbours, or is not connected to them yet.
+        current: connections of this process; None if it has no neighbours, or is not connected to them yet.
 
     Args:
         rank: number of this rank in the default process group.
@@ -102,7 +102,7 @@ class Neighbours:
         limit: time after which waiting for a message fails.
     """
 
-    here: ClassVar[Neighbours | None] = None
+    current: ClassVar[Neighbours | None] = None
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class Neighbours:
         self._arrived: dict[tuple[int, int], int] = defaultdict(int)
         self._offsets: dict[ExpectedMessage, int] = {}
         self._windows: dict[tuple[int, int], SendWindow] = defaultdict(SendWindow)
-        self._ranks = {each.fileno(): other for other, each in sockets.items()}
-        self._gone: set[int] = set()
+        self._ranks = {connection.fileno(): other for other, connection in sockets.items()}
+        self._ended_ranks: set[int] = set()
         self._condition, self._is_reading, self._send_lock = Condition(), False, Lock()
         self._poll = select.poll()
-        for each in sockets.values():
-            each.setblocking(False)
-            self._poll.register(each, select.POLLIN)
+        for connection in sockets.values():
+            connection.setblocking(False)
+            self._poll.register(connection, select.POLLIN)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._sockets
@@ -132,15 +132,19 @@ class Neighbours:
     @classmethod
     def among(cls, members: Sequence[int]) -> Neighbours | None:
         """Return this process's connections if it and all other members of a group are neighbours, else None."""
-        here = cls.here
-        if here is None or len(members) < 2 or any(rank not in here for rank in members if rank != here.rank):
+        current = cls.current
+        if current is None or len(members) < 2 or any(rank not in current for rank in members if rank != current.rank):
             return None
-        return here
+        return current
 
     @classmethod
     def memories(cls) -> list[Tensor]:
         """List all memory that neighbours share. Pages that were never written take no memory."""
-        return [] if cls.here is None else [each.bytes for each in (cls.here._outbox, *cls.here._memories.values())]
+        return (
+            []
+            if cls.current is None
+            else [memory.bytes for memory in (cls.current._outbox, *cls.current._memories.values())]
+        )
 
     def send_point_to_point(self, tensors: Sequence[Tensor], to: int, channel: int) -> int:
         """Send tensors to one rank, and count the message in the channel's send window.
@@ -175,8 +179,8 @@ class Neighbours:
             tensors: the tensors.
             to: ranks that receive them.
             channel: number of the channel.
-            keeps: whether this rank reads the copy too (see `kept`). The copy is then valid until this rank releases
-                it.
+            keeps: whether this rank reads the copy too (see `kept_copy`). The copy is then valid until this rank
+                releases it.
 
         Returns:
             Offset of the copy in this rank's memory.
@@ -199,7 +203,7 @@ class Neighbours:
                     raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
         return offset
 
-    def kept(self, offset: int, like: Sequence[Tensor]) -> SharedTensors:
+    def kept_copy(self, offset: int, like: Sequence[Tensor]) -> SharedTensors:
         """Return the copy of tensors that this rank has sent with `keeps`, by the offset that `send` returned."""
         return self._shared(self._outbox, offset, like)
 
@@ -221,9 +225,9 @@ class Neighbours:
     def have_arrived(self, expected: Iterable[ExpectedMessage]) -> bool:
         """Return whether all these messages have arrived, without waiting."""
         with self._condition:
-            for each in expected:
-                self._read_messages(each.source)
-                if each not in self._offsets:
+            for message in expected:
+                self._read_messages(message.source)
+                if message not in self._offsets:
                     return False
         return True
 
@@ -238,8 +242,8 @@ class Neighbours:
             while expected not in self._offsets:
                 self._check_connected(expected.source)
                 if not self._wait_for_signal(self._limit):
-                    why = f"nothing arrived within {self._limit:g} s"
-                    raise RuntimeError(f"Timed out waiting for rank {expected.source}: {why}")
+                    reason = f"nothing arrived within {self._limit:g} s"
+                    raise RuntimeError(f"Timed out waiting for rank {expected.source}: {reason}")
             return self._shared(self._memories[expected.source], self._offsets.pop(expected), like)
 
     def _shared(self, memory: SharedMemory, offset: int, like: Sequence[Tensor]) -> SharedTensors:
@@ -249,22 +253,22 @@ class Neighbours:
     @contextmanager
     def not_used(cls) -> Generator[None]:
         """Let transports that are created inside of the context use torch.distributed although there are neighbours."""
-        here, cls.here = cls.here, None
+        neighbours, cls.current = cls.current, None
         try:
             yield
         finally:
-            cls.here = here
+            cls.current = neighbours
 
     @classmethod
     def part(cls) -> None:
         """Disconnect. Later sends use torch.distributed. Neighbours can still read messages that were sent before."""
-        if cls.here is not None:
-            for each in cls.here._sockets.values():
-                each.close()
-        cls.here = None
+        if cls.current is not None:
+            for connection in cls.current._sockets.values():
+                connection.close()
+        cls.current = None
 
     def _check_connected(self, rank: int) -> None:
-        if rank in self._gone:
+        if rank in self._ended_ranks:
             raise RuntimeError(f"Connection closed by peer: rank {rank} has gone")
 
     def _wait_for_signal(self, seconds: float) -> bool:
@@ -290,7 +294,7 @@ class Neighbours:
             has_gone = not self._drain_signals(rank)
             self._read_messages(rank)
             if has_gone:
-                self._gone.add(rank)
+                self._ended_ranks.add(rank)
                 self._poll.unregister(file)
         return bool(signalled)
 
@@ -346,7 +350,7 @@ def connect_neighbours(limit: timedelta, later: timedelta | None = None, *, shar
     """
     Neighbours.part()
     rank, world = dist.get_rank(), dist.get_world_size()
-    with _socket(limit) as listener:
+    with _open_socket(limit) as listener:
         host = _host() if shares else ""
         outbox = _outbox(world) if host else None
         address, addresses = Address(), [Address()] * world
@@ -356,14 +360,14 @@ def connect_neighbours(limit: timedelta, later: timedelta | None = None, *, shar
             listener.listen(world)
             address = Address(host, name, token, outbox.size)
         dist.all_gather_object(addresses, address)
-        others = {other: each for other, each in enumerate(addresses) if other != rank and each.host == host}
+        others = {other: peer for other, peer in enumerate(addresses) if other != rank and peer.host == host}
         if outbox is None or not others:
             return
-        sockets, files = _connected(rank, address.token, outbox.file, listener, others, limit)
+        sockets, files = _connect(rank, address.token, outbox.file, listener, others, limit)
         memories = {other: SharedMemory(others[other].size, world, file) for other, file in files.items()}
         for file in (outbox.file, *files.values()):
             os.close(file)  # mappings remain valid
-        Neighbours.here = Neighbours(rank, outbox, sockets, memories, later or limit)
+        Neighbours.current = Neighbours(rank, outbox, sockets, memories, later or limit)
 
 
 def _host() -> str:
@@ -389,13 +393,13 @@ def _outbox(world: int) -> Outbox | None:
     return None
 
 
-def _socket(limit: timedelta) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    made.settimeout(limit.total_seconds())
-    return made
+def _open_socket(limit: timedelta) -> socket.socket:
+    new_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    new_socket.settimeout(limit.total_seconds())
+    return new_socket
 
 
-def _connected(
+def _connect(
     rank: int, token: bytes, file: int, listener: socket.socket, others: dict[int, Address], limit: timedelta
 ) -> tuple[dict[int, socket.socket], dict[int, int]]:
     """Connect to each rank of `others`. Of two ranks, the lower one listens.
@@ -407,20 +411,20 @@ def _connected(
     files: dict[int, int] = {}
     for other, address in others.items():
         if other < rank:
-            sockets[other] = made = _socket(limit)
-            made.connect(address.name)
-            socket.send_fds(made, [HELLO.pack(address.token, rank)], [file])
+            sockets[other] = connection = _open_socket(limit)
+            connection.connect(address.name)
+            socket.send_fds(connection, [HELLO.pack(address.token, rank)], [file])
     while any(other > rank and other not in sockets for other in others):
         accepted, _ = listener.accept()
         accepted.settimeout(limit.total_seconds())
-        hello, theirs, *_ = socket.recv_fds(accepted, HELLO.size, 1)
-        known, other = HELLO.unpack(hello) if len(hello) == HELLO.size else (b"", -1)
-        if not secrets.compare_digest(known, token):  # any process of the host may connect
+        hello, peer_files, *_ = socket.recv_fds(accepted, HELLO.size, 1)
+        received_token, other = HELLO.unpack(hello) if len(hello) == HELLO.size else (b"", -1)
+        if not secrets.compare_digest(received_token, token):  # any process of the host may connect
             accepted.close()
-            for each in theirs:
-                os.close(each)
+            for peer_file in peer_files:
+                os.close(peer_file)
             continue
-        (files[other],) = theirs
+        (files[other],) = peer_files
         sockets[other] = accepted
         socket.send_fds(accepted, [HELLO.pack(others[other].token, rank)], [file])
     for other in others:
@@ -495,14 +499,14 @@ class SharedMemory:
     def tensors(self, offset: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors in the buffer at an offset, with the shapes and dtypes of `like`."""
         begin, tensors = offset + self.header_bytes, list[Tensor]()
-        for each in like:
-            elements = self._elements.get(each.dtype)
+        for example in like:
+            elements = self._elements.get(example.dtype)
             if elements is None:
-                elements = self._elements[each.dtype] = self.bytes.view(each.dtype)
-            first = begin // each.itemsize
-            flat = elements[first : first + each.numel()]
-            tensors.append(flat if each.dim() == 1 else flat.view(each.shape))
-            begin += _aligned(each.nbytes)
+                elements = self._elements[example.dtype] = self.bytes.view(example.dtype)
+            first = begin // example.itemsize
+            flat = elements[first : first + example.numel()]
+            tensors.append(flat if example.dim() == 1 else flat.view(example.shape))
+            begin += _aligned(example.nbytes)
         return tensors
 
     def write_message(self, reader: int, channel: int, offset: int) -> None:
@@ -512,12 +516,12 @@ class SharedMemory:
             MemoryError: if the queue is full.
         """
         words, queue = self._words, reader * QUEUE_WORDS
-        written = words[queue]
-        if written - words[queue + 1] == QUEUE_LENGTH:
+        count = words[queue]
+        if count - words[queue + 1] == QUEUE_LENGTH:
             raise MemoryError(f"{QUEUE_LENGTH:,} messages to rank {reader} are sent and not received")
-        place = queue + RING + 2 * (written % QUEUE_LENGTH)
+        place = queue + RING + 2 * (count % QUEUE_LENGTH)
         words[place], words[place + 1] = channel, offset
-        words[queue] = written + 1  # the reader looks at the message only after this write
+        words[queue] = count + 1  # the reader looks at the message only after this write
 
     def read_messages(self, reader: int) -> Iterator[tuple[int, int]]:
         """Yield channel and buffer offset of each message that the rank `reader` has not read yet."""
@@ -570,7 +574,7 @@ def _aligned(size: int) -> int:
 
 def message_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of a buffer that a message with these tensors uses, without the header."""
-    return sum(_aligned(each.nbytes) for each in tensors)
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
 class Outbox(SharedMemory):
@@ -593,9 +597,9 @@ class Outbox(SharedMemory):
             MemoryError: if the tensors in flight leave no space.
         """
         length = message_bytes(tensors)
-        wanted = max(MIN_BUFFER_BYTES, 1 << (self.header_bytes + length - 1).bit_length())
+        min_size = max(MIN_BUFFER_BYTES, 1 << (self.header_bytes + length - 1).bit_length())
         with self._lock:
-            size, offset = self._free(wanted) or (wanted, self._end)
+            size, offset = self._take_free(min_size) or (min_size, self._end)
             if offset == self._end:
                 if offset + size > self.size:
                     raise MemoryError(
@@ -609,9 +613,9 @@ class Outbox(SharedMemory):
             place.copy_(tensor)
         return offset
 
-    def _free(self, least: int) -> tuple[int, int] | None:
-        """Remove a released buffer of at least `least` bytes, and return its size and offset; None if there is none."""
-        for size in sorted(each for each in self._buffers if each >= least):
+    def _take_free(self, min_size: int) -> tuple[int, int] | None:
+        """Remove a released buffer of at least `min_size` bytes, and return size and offset; None if there is none."""
+        for size in sorted(buffer_size for buffer_size in self._buffers if buffer_size >= min_size):
             buffers = self._buffers[size]
             for place, (offset, readers) in enumerate(buffers):
                 if all(self.flags[offset + rank] for rank in readers):
@@ -636,7 +640,7 @@ class SendWindow:
     """
 
     def __init__(self) -> None:
-        self._sent = self._bytes = 0
+        self._sent_count = self._bytes = 0
         self._ahead: deque[int] = deque()
 
     def count(self, size: int) -> int:
@@ -646,8 +650,8 @@ class SendWindow:
             Number of messages that the reader must have begun to receive before the wait of this send may end.
         """
         size = max(size, MIN_BUFFER_BYTES)
-        self._sent, self._bytes = self._sent + 1, self._bytes + size
+        self._sent_count, self._bytes = self._sent_count + 1, self._bytes + size
         self._ahead.append(size)
         while len(self._ahead) > WINDOW_MESSAGES and self._bytes > WINDOW_BYTES:
             self._bytes -= self._ahead.popleft()
-        return self._sent - len(self._ahead)
+        return self._sent_count - len(self._ahead)

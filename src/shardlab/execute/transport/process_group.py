@@ -41,10 +41,12 @@ def register_backend() -> None:
 
 def _create_group(options: Any, _: object) -> Any:
     members = list(options.global_ranks_in_group) or list(range(options.group_size))
-    here = Neighbours.among(members)
-    if here is None:
+    neighbours = Neighbours.among(members)
+    if neighbours is None:
         return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-    return SharedProcessGroup(options.group_id, SharedTransport(here, f"c10d {options.group_id}", members), options)
+    return SharedProcessGroup(
+        options.group_id, SharedTransport(neighbours, f"c10d {options.group_id}", members), options
+    )
 
 
 class SharedGroupWork(dist.Work):
@@ -177,12 +179,12 @@ class SharedProcessGroup(dist.ProcessGroup):
 
 def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors detached from autograd."""
-    return [each.detach() for each in tensors]
+    return [tensor.detach() for tensor in tensors]
 
 
 def _wholes(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Concatenate the pieces of each list into a new flat tensor."""
-    return [torch.cat([each.detach().flatten() for each in pieces]) for pieces in lists]
+    return [torch.cat([piece.detach().flatten() for piece in pieces]) for pieces in lists]
 
 
 def _split(wholes: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> None:
@@ -199,8 +201,8 @@ def _reduction(opts: Any) -> Reduction:
         NotImplementedError: if shared memory does not support it.
     """
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    for reduction, known in REDUCE_OP.items():
-        if op == known:  # torch's comparison is not symmetric
+    for reduction, torch_op in REDUCE_OP.items():
+        if op == torch_op:  # torch's comparison is not symmetric
             return reduction
     raise NotImplementedError(
         f"the {BACKEND} backend reduces with SUM, AVG, MIN or MAX, not with {getattr(op, 'op', op)}; use gloo"

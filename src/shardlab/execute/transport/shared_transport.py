@@ -36,41 +36,41 @@ class SharedTransport:
     """Shared memory among the members of a group. `Transport` describes the verbs.
 
     Args:
-        here: this rank's connections. All members with which this rank exchanges messages must be neighbours.
+        neighbours: this rank's connections. All members with which this rank exchanges messages must be neighbours.
         name: name of the group, equal on all members and different for each group.
         members: ranks of the members, in group order.
     """
 
-    def __init__(self, here: Neighbours, name: str, members: Sequence[int]) -> None:
-        self._here, self._name, self._members = here, name, members
-        self._mine, self._size = members.index(here.rank), len(members)
+    def __init__(self, neighbours: Neighbours, name: str, members: Sequence[int]) -> None:
+        self._neighbours, self._name, self._members = neighbours, name, members
+        self._mine, self._size = members.index(neighbours.rank), len(members)
         self._others = [*members[: self._mine], *members[self._mine + 1 :]]
         self._channel = channel_number(name)
         self._streams: dict[Hashable, deque[SharedWork]] = {}
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> SharedWork:
         keeps = self._mine > 1  # the sum of the first two terms overwrites this rank's tensor
-        offset = self._here.send(tensors, self._others, self._channel, keeps=keeps)
+        offset = self._neighbours.send(tensors, self._others, self._channel, keeps=keeps)
         if not keeps:
             return self._reduce(tensors, tensors, by)
-        kept = self._here.kept(offset, tensors)
-        return self._reduce(kept.tensors, tensors, by, [kept])
+        own_message = self._neighbours.kept_copy(offset, tensors)
+        return self._reduce(own_message.tensors, tensors, by, [own_message])
 
     def reduce(self, tensors: Sequence[Tensor], root: int, by: Reduction = Reduction.SUM) -> SharedWork:
         if self._mine != root:
             return self._exchange_with_root(tensors, [], root)
-        own = [each.clone() for each in tensors] if root > 1 else tensors
-        self._here.send([], self._others, self._channel)
-        return self._reduce(own, tensors, by)
+        own_terms = [tensor.clone() for tensor in tensors] if root > 1 else tensors
+        self._neighbours.send([], self._others, self._channel)
+        return self._reduce(own_terms, tensors, by)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int) -> SharedWork:
         if self._mine != root:
             return self._exchange_with_root([], tensors, root)
-        self._here.send(tensors, self._others, self._channel)
+        self._neighbours.send(tensors, self._others, self._channel)
         return self._wait_for_all()
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> SharedWork:
-        self._here.send(inputs, self._others, self._channel)
+        self._neighbours.send(inputs, self._others, self._channel)
         return self._collect(self._pieces(outputs), _flat(inputs))
 
     def reduce_scatter(
@@ -91,44 +91,44 @@ class SharedTransport:
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], root: int) -> SharedWork:
         if self._mine != root:
             return self._exchange_with_root(inputs, [], root)
-        self._here.send([], self._others, self._channel)
+        self._neighbours.send([], self._others, self._channel)
         return self._collect(self._pieces(outputs), _flat(inputs))
 
     def barrier(self) -> SharedWork:
-        self._here.send([], self._others, self._channel)
+        self._neighbours.send([], self._others, self._channel)
         return self._wait_for_all()
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> SharedWork:
-        here, rank, channel = self._here, self._members[to], channel_number(self._name, tag)
-        count = here.send_point_to_point(tensors, rank, channel)
-        return SharedWork(lambda: here.wait_for_receives(rank, channel, count))
+        neighbours, rank, channel = self._neighbours, self._members[to], channel_number(self._name, tag)
+        count = neighbours.send_point_to_point(tensors, rank, channel)
+        return SharedWork(lambda: neighbours.wait_for_receives(rank, channel, count))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> SharedWork:
-        expected = self._here.expect_point_to_point(self._members[source], channel_number(self._name, tag))
+        expected = self._neighbours.expect_point_to_point(self._members[source], channel_number(self._name, tag))
         return self._start([expected], lambda: self._receive_into(expected, tensors), (source, tag))
 
     def _start(
-        self, expected: Sequence[ExpectedMessage], then: Callable[[], object], stream: Hashable = None
+        self, expected: Sequence[ExpectedMessage], complete: Callable[[], object], stream: Hashable = None
     ) -> SharedWork:
         """Return the work of an operation, and finish earlier works that have not been waited for.
 
         Args:
             expected: messages that the operation waits for.
-            then: function that reads the messages.
+            complete: function that reads the messages.
             stream: key of a stream. Works of one stream end in the order in which they started.
         """
         works = self._streams.setdefault(stream, deque())
-        while len(works) >= MAX_UNFINISHED and self._here.have_arrived(works[0].expected):
+        while len(works) >= MAX_UNFINISHED and self._neighbours.have_arrived(works[0].expected):
             works[0].finish()
-        work = SharedWork(then, expected, works)
+        work = SharedWork(complete, expected, works)
         works.append(work)
         return work
 
     def _exchange_with_root(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int) -> SharedWork:
         """Send tensors to the root, and receive the root's tensors into `outputs`."""
         rank = self._members[root]
-        self._here.send(inputs, [rank], self._channel)
-        expected = self._here.expect(rank, self._channel)
+        self._neighbours.send(inputs, [rank], self._channel)
+        expected = self._neighbours.expect(rank, self._channel)
         return self._start([expected], lambda: self._receive_into(expected, outputs))
 
     def _wait_for_all(self) -> SharedWork:
@@ -145,71 +145,75 @@ class SharedTransport:
         pieces = self._pieces(wholes)
         for place, rank in enumerate(self._members):
             if place != self._mine:
-                self._here.send(pieces[place], [rank], self._channel)
+                self._neighbours.send(pieces[place], [rank], self._channel)
         return pieces
 
     def _expect_others(self) -> list[ExpectedMessage]:
         """Expect a message from each other member, in group order."""
-        return [self._here.expect(rank, self._channel) for rank in self._others]
+        return [self._neighbours.expect(rank, self._channel) for rank in self._others]
 
-    def _collect(self, outputs: Sequence[Sequence[Tensor]], own: Sequence[Tensor]) -> SharedWork:
+    def _collect(self, outputs: Sequence[Sequence[Tensor]], own_pieces: Sequence[Tensor]) -> SharedWork:
         """Receive pieces from each other member, and copy this rank's own pieces.
 
         Args:
             outputs: for each member, the tensors that receive its pieces.
-            own: this rank's pieces. They must not change until the wait has ended.
+            own_pieces: this rank's pieces. They must not change until the wait has ended.
         """
         places = [*outputs[: self._mine], *outputs[self._mine + 1 :]]
         expected = self._expect_others()
 
         def copy_all() -> None:
-            _copy(outputs[self._mine], own)
-            for each, place in zip(expected, places, strict=True):
-                self._receive_into(each, place)
+            _copy(outputs[self._mine], own_pieces)
+            for message, place in zip(expected, places, strict=True):
+                self._receive_into(message, place)
 
         return self._start(expected, copy_all)
 
     def _receive_into(self, expected: ExpectedMessage, places: Sequence[Tensor]) -> None:
         """Wait for a message and copy its tensors into `places`."""
-        received = self._here.receive(expected, places)
+        received = self._neighbours.receive(expected, places)
         _copy(places, received.tensors)
         received.release()
 
     def _reduce(
-        self, own: Sequence[Tensor], totals: Sequence[Tensor], by: Reduction, kept: Sequence[SharedTensors] = ()
+        self,
+        own_terms: Sequence[Tensor],
+        totals: Sequence[Tensor],
+        by: Reduction,
+        own_messages: Sequence[SharedTensors] = (),
     ) -> SharedWork:
         """Reduce the terms of all ranks in group order, so that the results are bitwise equal on all ranks.
 
         Args:
-            own: this rank's terms.
-            totals: tensors of the result. On the first two members they may be `own`.
+            own_terms: this rank's terms.
+            totals: tensors of the result. On the first two members they may be `own_terms`.
             by: the reduction.
-            kept: messages that this rank has sent and reads too.
+            own_messages: messages that this rank has sent and reads too.
         """
         expected, reduce = self._expect_others(), _REDUCE[by]
 
         def reduce_all() -> None:
-            shared = [self._here.receive(each, totals) for each in expected]
-            terms = [each.tensors for each in shared]
-            terms.insert(self._mine, [*own])
+            shared = [self._neighbours.receive(message, totals) for message in expected]
+            terms = [message.tensors for message in shared]
+            terms.insert(self._mine, [*own_terms])
             for total, first, *others in zip(totals, *terms, strict=True):
                 for term in others:
                     first = reduce(first, term, out=total)
                 if by is Reduction.MEAN:
                     total.div_(self._size)
-            for each in (*shared, *kept):
-                each.release()
+            for message in (*shared, *own_messages):
+                message.release()
 
         return self._start(expected, reduce_all)
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [each if each.dim() == 1 else each.view(-1) for each in tensors]
+    return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
 
 
 def _copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    for output, each in zip(outputs, inputs, strict=True):
-        output.copy_(each)
+    for output, source in zip(outputs, inputs, strict=True):
+        output.copy_(source)
 
 
 MAX_UNFINISHED = 8
@@ -223,7 +227,7 @@ class SharedWork:
     since the messages of works without a wait would otherwise stay in memory. Several threads may wait.
 
     Args:
-        then: function that completes the operation.
+        complete: function that completes the operation.
         expected: messages that it waits for.
         stream: unfinished works of the stream. The work removes itself from it.
 
@@ -233,12 +237,12 @@ class SharedWork:
 
     def __init__(
         self,
-        then: Callable[[], object],
+        complete: Callable[[], object],
         expected: Sequence[ExpectedMessage] = (),
         stream: deque[SharedWork] | None = None,
     ) -> None:
         self.expected, self._stream = expected, stream
-        self._then: Callable[[], object] | None = then
+        self._complete: Callable[[], object] | None = complete
         self._lock = Lock()
 
     def wait(self) -> None:
@@ -250,10 +254,10 @@ class SharedWork:
     def finish(self) -> None:
         """Complete this operation, and no other one. Later calls do nothing."""
         with self._lock:
-            if self._then is None:
+            if self._complete is None:
                 return
-            self._then()
-            self._then = None
+            self._complete()
+            self._complete = None
             if self._stream is not None:
                 self._stream.remove(self)
 
@@ -267,5 +271,5 @@ class SharedWork:
 
     def _unfinished(self) -> list[SharedWork]:
         """Return the unfinished works of the stream that started before this work."""
-        works = [] if self._stream is None or self._then is None else [*self._stream]
+        works = [] if self._stream is None or self._complete is None else [*self._stream]
         return works[: works.index(self)] if self in works else []

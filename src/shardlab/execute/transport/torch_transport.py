@@ -46,20 +46,20 @@ class PendingWork:
 
     Args:
         works: works of the operation.
-        then: function that is called once after all works have ended.
+        callback: function that is called once after all works have ended.
     """
 
-    def __init__(self, works: Sequence[Any], then: Callable[[], object] | None = None) -> None:
+    def __init__(self, works: Sequence[Any], callback: Callable[[], object] | None = None) -> None:
         self._works = list(works)
-        self._then = then
+        self._callback = callback
 
     def wait(self) -> None:
         """Wait for the operation. Later calls return at once."""
         while self._works:
             self._works.pop(0).wait()
-        if self._then is not None:
-            self._then()
-            self._then = None
+        if self._callback is not None:
+            self._callback()
+            self._callback = None
 
     def get_future(self) -> Any:
         """Raise an error, as works of gloo's sends and receives do: they have no future.
@@ -82,14 +82,14 @@ class TorchTransport:
         self._members: list[int] = dist.get_process_group_ranks(group)
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> Any:
-        return _together(dist.all_reduce(each, REDUCE_OP[by], self._group, async_op=True) for each in tensors)
+        return _together(dist.all_reduce(tensor, REDUCE_OP[by], self._group, async_op=True) for tensor in tensors)
 
     def reduce(self, tensors: Sequence[Tensor], root: int, by: Reduction = Reduction.SUM) -> Any:
         rank = self._members[root]
-        return _together(dist.reduce(each, rank, REDUCE_OP[by], self._group, async_op=True) for each in tensors)
+        return _together(dist.reduce(tensor, rank, REDUCE_OP[by], self._group, async_op=True) for tensor in tensors)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int) -> Any:
-        return _together(dist.broadcast(each, self._members[root], self._group, async_op=True) for each in tensors)
+        return _together(dist.broadcast(tensor, self._members[root], self._group, async_op=True) for tensor in tensors)
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         pairs = zip(outputs, inputs, strict=True)
@@ -118,21 +118,21 @@ class TorchTransport:
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Any:
         rank = self._members[to]
-        return _together(dist.isend(each, rank, self._group, tag) for each in tensors)
+        return _together(dist.isend(tensor, rank, self._group, tag) for tensor in tensors)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Any:
         rank = self._members[source]
-        return _together(dist.irecv(each, rank, self._group, tag) for each in tensors)
+        return _together(dist.irecv(tensor, rank, self._group, tag) for tensor in tensors)
 
 
 class GlooTransport(TorchTransport):
     """Collectives of a gloo group, some of them by messages. Sums in group order are bitwise equal on all ranks."""
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> Any:
-        most = max((each.nbytes for each in tensors), default=0) * (self._size - 1)
-        if by is not Reduction.SUM or not 0 < most <= MOST_BYTES_BY_MESSAGES:
+        largest_bytes = max((tensor.nbytes for tensor in tensors), default=0) * (self._size - 1)
+        if by is not Reduction.SUM or not 0 < largest_bytes <= MOST_BYTES_BY_MESSAGES:
             return super().all_reduce(tensors, by)
-        return _together(self._small_sum(each.view(-1)) for each in tensors)
+        return _together(self._small_sum(tensor.view(-1)) for tensor in tensors)
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         return _together(self._gather_pieces(*pair) for pair in zip(outputs, inputs, strict=True))
@@ -150,10 +150,10 @@ class GlooTransport(TorchTransport):
         works = self._exchange(received, [total] * size)
 
         def add_up() -> None:
-            before, after = received[:mine], received[mine:]
-            for term in before[1:]:
-                before[0].add_(term)
-            for term in (*before[:1], *after):
+            earlier_terms, later_terms = received[:mine], received[mine:]
+            for term in earlier_terms[1:]:
+                earlier_terms[0].add_(term)
+            for term in (*earlier_terms[:1], *later_terms):
                 total.add_(term)
             free.append(received)
 

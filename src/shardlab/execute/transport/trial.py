@@ -70,14 +70,14 @@ BARRIER, SEND = "barrier", "send"
 
 
 def prepare(
-    name: str, group: dist.ProcessGroup, given: Tensor | None, whole: Tensor, root: int, by: Reduction
+    name: str, group: dist.ProcessGroup, input_tensor: Tensor | None, whole: Tensor, root: int, by: Reduction
 ) -> tuple[Tensor | None, Callable[[], Handle]]:
     """Prepare one member's call of a collective, which can then be repeated.
 
     Args:
         name: name of the collective, from `CALLS`.
         group: the members.
-        given: input of this member; None if it has none.
+        input_tensor: input of this member; None if it has none.
         whole: any tensor with the size, dtype and device of a whole tensor.
         root: index of the root.
         by: reduction of reduce and all_reduce.
@@ -86,7 +86,7 @@ def prepare(
         This member's result (None if it has none), and the function that starts a call.
     """
     call, is_root = CALLS[name], group.rank() == root
-    inputs = [] if given is None else [given]
+    inputs = [] if input_tensor is None else [input_tensor]
     outputs: list[Tensor] = []
     if call.receives and (is_root or not call.root_receives):
         elements = len(whole) // (group.size() if call.receives == "piece" else 1)
@@ -103,7 +103,7 @@ APART = 0.02
 
 
 @dataclass(frozen=True)
-class Shown:
+class TensorStates:
     """Tensors of all ranks before and after each of some collectives.
 
     Attributes:
@@ -116,11 +116,11 @@ class Shown:
     tensors: list[list[Numbers]]
 
     @property
-    def before(self) -> list[Numbers]:
+    def inputs(self) -> list[Numbers]:
         return self.tensors[0]
 
     @property
-    def after(self) -> list[Numbers]:
+    def results(self) -> list[Numbers]:
         return self.tensors[-1]
 
 
@@ -152,22 +152,22 @@ class Member:
         gives, only_root = ("whole", True) if name == SEND else (CALLS[name].gives, CALLS[name].root_gives)
         return self.tensor(gives) if self.rank == self.root or not only_root else None
 
-    def run(self, name: str, given: Tensor | None) -> Tensor | None:
+    def run(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """Run a collective, and return this rank's result."""
         if name == SEND:
-            return self._send(given)
+            return self._send(tensor)
         world = dist.group.WORLD
         assert world is not None, "the default process group exists"
-        received, start = prepare(name, world, given, self.tensor("whole"), self.root, self.by)
+        received, start = prepare(name, world, tensor, self.tensor("whole"), self.root, self.by)
         start().wait()
         return received
 
-    def _send(self, given: Tensor | None) -> Tensor | None:
+    def _send(self, input_tensor: Tensor | None) -> Tensor | None:
         """Send the root's tensor to the rank after it."""
         to = (self.root + 1) % self.ranks
-        if given is not None:
-            messages_with(to).send([given], to).wait()
-            return given
+        if input_tensor is not None:
+            messages_with(to).send([input_tensor], to).wait()
+            return input_tensor
         if self.rank != to:
             return None
         tensor = torch.empty_like(self.tensor("whole"))
@@ -177,7 +177,7 @@ class Member:
 
 def show_rank(
     rank: int, device: torch.device, cases: Sequence[tuple[str, ...]], root: int, by: Reduction
-) -> list[Shown] | None:
+) -> list[TensorStates] | None:
     """Run one rank's part of all cases.
 
     A case is a sequence of collectives. The result of each one is the input of the next.
@@ -192,7 +192,7 @@ def show_rank(
     if everyone is None:
         return None
     return [
-        Shown(case, [list(column) for column in zip(*(theirs[at] for theirs in everyone), strict=True)])
+        TensorStates(case, [list(column) for column in zip(*(theirs[at] for theirs in everyone), strict=True)])
         for at, case in enumerate(cases)
     ]
 
@@ -214,9 +214,9 @@ def _times(member: Member) -> list[Numbers]:
     """Let the ranks arrive at a barrier in turn, and return the times in milliseconds since the first arrival."""
     member.run(BARRIER, None)
     time.sleep(APART * member.rank)
-    arrived = time.time()
+    arrival = time.time()
     member.run(BARRIER, None)
-    left = time.time()
-    first = torch.tensor([arrived], dtype=torch.float64, device=member.device)
+    departure = time.time()
+    first = torch.tensor([arrival], dtype=torch.float64, device=member.device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
-    return [[1000 * (moment - first.item())] for moment in (arrived, left)]
+    return [[1000 * (moment - first.item())] for moment in (arrival, departure)]

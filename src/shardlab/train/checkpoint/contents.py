@@ -68,11 +68,11 @@ class KeptRange(NamedTuple):
 def kept_ranges(state: State) -> Iterator[KeptRange]:
     """Yield everything that a rank keeps from step to step. A resumed run restores exactly this."""
     for key, tensor in state.kept.items():
-        yield from _split(state, WEIGHTS, key, [tensor], state.analysis.kept.place_of[key])
+        yield from _split(state, WEIGHTS, key, [tensor], state.analysis.kept_weights.place_of[key])
     offloaded = {(op.layer, op.holds): op.place for op in state.tape if op.kind is OpKind.LOAD_OPT_STATE}
     for key in slices_of(state.checked, state.rank, OpKind.UPDATE):
         part, place = state.optimizer(*key), offloaded.get(key, "")
-        if state.analysis.kept.memory_of(*key) is None:
+        if state.analysis.kept_weights.memory_of(*key) is None:
             yield from _split(state, WEIGHTS, key, part.weights)
         yield from _split(state, EXACT, key, [part.current(exact) for exact in part.exact], place)
         yield from _moments(state, key, part, place)

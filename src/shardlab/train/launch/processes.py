@@ -335,7 +335,7 @@ def _run_rank(
     try:
         answer = _Report(function(rank, *arguments))
         if progress is not None:
-            progress.ended = True
+            progress.has_ended = True
     except Exception as error:
         sentence = str(error) if isinstance(error, UserError) else ""
         answer = _Report(
