@@ -246,7 +246,7 @@ def test_a_steady_state_is_the_shortest_period_of_all_ranks() -> None:
     turns = [event(kind, at + since, at + since + 1) for at in range(0, 60, 3) for since, kind in TURN]
     found = find_steady_state([turns, [each._replace(start=each.start + 1, end=each.end + 1) for each in turns]], 60.0)
     assert found is not None
-    assert (found.every, found.since) == (3.0, 1.0)
+    assert (found.period, found.since) == (3.0, 1.0)
     assert find_steady_state([turns[:30], turns[:7]], 60.0) is None, "a rank that has ended repeats nothing"
 
 

@@ -74,15 +74,15 @@ class Explain:
         step = read_run(config, self._cluster(config))
         forecast = predict(step)
         trials = try_changes(step, forecast) if self.changes or self.measured else []
-        sure = step_confidence(step.workload)
+        confidences = step_confidence(step.workload)
         comparison = None
         if self.measured:
             figures = read_measured(self.measured)
-            errors = {each.figure: each.error for each in sure}
+            errors = {confidence.figure: confidence.error for confidence in confidences}
             time, memory = errors["time"], errors.get("memory", errors["time"])
             comparison = explain_difference(figures, step, forecast, trials, time, memory)
         best = best_changes(trials, forecast) if self.changes else []
-        report = ExplainReport(step, forecast, sure, best, self.changes, comparison)
+        report = ExplainReport(step, forecast, confidences, best, self.changes, comparison)
         report.report(verbose=self.verbose).show(json=self.json)
         return 0
 
@@ -98,8 +98,8 @@ class Explain:
         devices = config.devices
         if self.cluster is None:
             example = f"--cluster h100 (its number of devices is {devices:,})" if devices else "--cluster h100x64"
-            what = "the type of its devices" if devices else "the type and the number of its devices"
-            raise UserError(f"{config.file} does not say {what}; give {example}")
+            missing_facts = "the type of its devices" if devices else "the type and the number of its devices"
+            raise UserError(f"{config.file} does not say {missing_facts}; give {example}")
         name = self.cluster.strip().lower()
         if name not in DEVICES and name not in ALIASES:
             return limit_memory(cluster_called(self.cluster, other_machine=False), self.memory)

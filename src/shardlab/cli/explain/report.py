@@ -35,17 +35,17 @@ class ExplainReport:
 
     Attributes:
         step, forecast: step of the configuration, and its prediction.
-        sure: expected errors of the predicted time and memory.
+        confidences: expected errors of the predicted time and memory.
         trials: changes that help, best first.
-        most: largest number of changes that are shown.
+        max_changes: largest number of changes that are shown.
         comparison: comparison of the measured step with the prediction (None: no measurement is given).
     """
 
     step: FrameworkRun
     forecast: Forecast
-    sure: Sequence[Confidence]
+    confidences: Sequence[Confidence]
     trials: Sequence[Trial]
-    most: int
+    max_changes: int
     comparison: Comparison | None = None
 
     def report(self, *, verbose: bool = False) -> Report:
@@ -84,7 +84,7 @@ class ExplainReport:
             for (key, value, line), reason in config.unpredicted
         ]
         report.data["not_understood"] = [
-            {"key": each.key, "value": each.value, "line": each.line or None} for each in config.unknown
+            {"key": setting.key, "value": setting.value, "line": setting.line or None} for setting in config.unknown
         ]
         if verbose:
             for setting in config.understood:
@@ -92,10 +92,10 @@ class ExplainReport:
             for reason in config.ignored:
                 report.fact("", f"{reason.setting.key} ({reason.setting.place}): {reason.reason}", style="dim")
         if config.unknown:
-            names = [f"{each.key} ({each.place})" for each in config.unknown]
+            names = [f"{setting.key} ({setting.place})" for setting in config.unknown]
             report.fact("not understood", _listed(names, verbose=verbose), style="bold yellow")
         if config.unpredicted:
-            texts = [f"{each.setting.key} ({each.reason})" for each in config.unpredicted]
+            texts = [f"{item.setting.key} ({item.reason})" for item in config.unpredicted]
             report.fact("not predicted", _listed(texts, "; ", verbose=verbose))
         notes = [*config.notes, *self.step.notes]
         if (limit := broken_limit(self.step.workload)) != "":
@@ -134,28 +134,28 @@ class ExplainReport:
     def _add_prediction(self, report: Report) -> None:
         workload, forecast, device = self.step.workload, self.forecast, self.step.cluster.device
         world, speed, mfu = workload.mesh.world, workload.tokens / forecast.seconds, workload.mfu(forecast.seconds)
-        step, each = seconds_text(forecast.seconds), f"{speed / world:,.0f} on each device"
-        report.fact("step time", f"{speed:,.0f} tokens/s, {each}", step, step_seconds=forecast.seconds)
+        step, device_speed = seconds_text(forecast.seconds), f"{speed / world:,.0f} on each device"
+        report.fact("step time", f"{speed:,.0f} tokens/s, {device_speed}", step, step_seconds=forecast.seconds)
         report.data["tokens_per_second"] = speed
         report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
         shares = self._shares()
         report.data["time"] = shares.parts if shares else None
         report.fact("time goes to", str(shares) if shares else UNTRACED, "")
         memory, peak = forecast.memory, max(forecast.peaks, key=lambda peak: peak.bytes)
-        total, room = memory.unlimited, memory.capacity
-        doubt = may_not_fit(self.sure, memory.total, memory.capacity) if memory.fits else ""
-        report.data["how_sure"] = sure_as_json(self.sure, doubt)
-        over = f", {bytes_text(memory.needed - room, 1)} too much" if not memory.fits else ""
-        fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}"
+        total, capacity = memory.unlimited, memory.capacity
+        doubt = may_not_fit(self.confidences, memory.total, memory.capacity) if memory.fits else ""
+        report.data["how_sure"] = sure_as_json(self.confidences, doubt)
+        excess = f", {bytes_text(memory.needed - capacity, 1)} too much" if not memory.fits else ""
+        fits = f"of {memory_text(capacity)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{excess}"
         report.fact("memory", fits, bytes_text(total, 1), style="" if memory.fits else "bold red")
         parts = {**peak.by_category, "beyond tensors": max(0.0, total - peak.bytes)}
         report.fact("", _parts(total, parts), "")
-        report.facts("how sure", [*map(str, self.sure), doubt])
+        report.facts("how sure", [*map(str, self.confidences), doubt])
         add_network(report, self.step.cluster)
         report.data |= {
             "memory": total,
             "memory_needed": memory.needed,
-            "device_memory": room,
+            "device_memory": capacity,
             "fits": memory.fits,
             "safe": memory.safe,
             "rank": peak.rank,
@@ -174,21 +174,21 @@ class ExplainReport:
     def _add_changes(self, report: Report) -> None:
         report.data["changes"] = [
             {
-                "settings": [{"key": key, "value": value, "line": line or None} for key, value, line in each.settings],
-                "text": change_text(each.settings),
-                "time": each.seconds,
-                "memory": each.bytes,
-                "fits": each.forecast.memory.fits,
-                "safe": each.forecast.memory.safe,
-                "step_seconds": each.forecast.seconds,
+                "settings": [{"key": key, "value": value, "line": line or None} for key, value, line in trial.settings],
+                "text": change_text(trial.settings),
+                "time": trial.seconds,
+                "memory": trial.bytes,
+                "fits": trial.forecast.memory.fits,
+                "safe": trial.forecast.memory.safe,
+                "step_seconds": trial.forecast.seconds,
             }
-            for each in self.trials
+            for trial in self.trials
         ]
-        if not self.most:
+        if not self.max_changes:
             return
         report.line()
-        shown = self.trials[: self.most if self.comparison is None else min(self.most, BESIDE_MEASURED)]
-        if not shown:
+        trials = self.trials[: self.max_changes if self.comparison is None else min(self.max_changes, BESIDE_MEASURED)]
+        if not trials:
             text = (
                 "no single key that was tried makes a token faster"
                 if self.forecast.memory.fits
@@ -202,7 +202,7 @@ class ExplainReport:
             "memory": lambda trial: f"{trial.bytes / 2**30:+,.1f} GiB",
             "": lambda trial: _verdict(trial.forecast.memory),
         }
-        report.table(columns, shown, wrapped=0)
+        report.table(columns, trials, wrapped=0)
 
 
 def _verdict(memory: DeviceMemory) -> str:
@@ -214,9 +214,9 @@ def _add_comparison(report: Report, result: Comparison) -> None:
     report.line()
     time, memory = result.time_difference, result.memory_difference
     if result.seconds is not None and time is not None:
-        inside = ", inside the mean error of predictions" if abs(time) <= result.error else ""
+        error_note = ", inside the mean error of predictions" if abs(time) <= result.error else ""
         text = f"{time:+.1%}: {seconds_text(abs(result.seconds - result.predicted_seconds))} "
-        text += f"{'more' if time > 0 else 'less'} than predicted{inside}"
+        text += f"{'more' if time > 0 else 'less'} than predicted{error_note}"
         report.fact("measured step", text, seconds_text(result.seconds))
     if result.memory is not None and memory is not None:
         text = f"{memory:+.1%}, {result.kind}: predicted {bytes_text(result.predicted_memory, 1)}"
@@ -231,12 +231,14 @@ def _add_comparison(report: Report, result: Comparison) -> None:
         "time_difference": time,
         "memory_difference": memory,
         "notes": list(result.notes),
-        "could_be": [each._asdict() for each in result.hypotheses],
+        "could_be": [cause._asdict() for cause in result.hypotheses],
     }
-    for number, each in enumerate(result.hypotheses[:MOST_HYPOTHESES]):
-        left = "" if result.seconds is None else f" would take {seconds_text(each.seconds)}{_explained(result, each)}"
-        size = "" if result.memory is None else f", {bytes_text(each.memory, 1)}"
-        report.fact("could be" if not number else "", f"{each.weight:.0%}: {each.what};{left}{size}. Next: {each.next}")
+    for number, cause in enumerate(result.hypotheses[:MOST_HYPOTHESES]):
+        step = "" if result.seconds is None else f" would take {seconds_text(cause.seconds)}{_explained(result, cause)}"
+        size = "" if result.memory is None else f", {bytes_text(cause.memory, 1)}"
+        report.fact(
+            "could be" if not number else "", f"{cause.weight:.0%}: {cause.what};{step}{size}. Next: {cause.next}"
+        )
     if not result.hypotheses:
         report.fact("could be", "nothing that was tried brings the prediction closer to the measurement")
 
@@ -257,11 +259,11 @@ MOST_HYPOTHESES = 3
 """Largest number of explanations that are shown. --json has all."""
 
 
-def _listed(texts: Sequence[str], between: str = ", ", *, verbose: bool) -> str:
+def _listed(texts: Sequence[str], separator: str = ", ", *, verbose: bool) -> str:
     """Return the first texts and the number of the remaining ones, or with `verbose` all texts."""
-    left = 0 if verbose else len(texts) - NAMED_KEYS
-    more = [f"{left} more (--verbose lists all)"] if left > 0 else []
-    return between.join([*(texts[:NAMED_KEYS] if more else texts), *more])
+    hidden_count = 0 if verbose else len(texts) - NAMED_KEYS
+    note = [f"{hidden_count} more (--verbose lists all)"] if hidden_count > 0 else []
+    return separator.join([*(texts[:NAMED_KEYS] if note else texts), *note])
 
 
 def _parts(all: float, parts: dict[str, float]) -> str:

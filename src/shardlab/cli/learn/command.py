@@ -62,17 +62,17 @@ class Init:
             print_line(console, Text(f"{self.folder}: the course now has notebooks in notebooks/"))
             return 0
         folder = CourseFolder.create(self.folder)
-        written = f"{counted(len(course()), 'exercise')} and {counted(len(gallery()), 'bug')} to find"
+        contents = f"{counted(len(course()), 'exercise')} and {counted(len(gallery()), 'bug')} to find"
         if self.notebook:
             folder.write_notebooks()
-            written += ", with notebooks in notebooks/"
+            contents += ", with notebooks in notebooks/"
         first = folder.find(None)
-        print_line(console, Text(f"{self.folder}: {written}"))
+        print_line(console, Text(f"{self.folder}: {contents}"))
         if self.notebook:
             print_line(console, Text(f"next: jupyter lab {self.folder}, and open {NOTEBOOKS}/{first.name}{NOTEBOOK}"))
         else:
-            how = f"open {first.name}.py in an editor, and run shardlab learn"
-            print_line(console, Text(f"next: cd {self.folder}, {how}"))
+            advice = f"open {first.name}.py in an editor, and run shardlab learn"
+            print_line(console, Text(f"next: cd {self.folder}, {advice}"))
         return 0
 
 
@@ -96,8 +96,8 @@ class Watch:
             while True:
                 stamp = _stamp(folder.file(entry, self.exercise))
                 console.clear()
-                passed = _grade(console, folder, entry, self.exercise)
-                if passed and self.exercise is None and folder.current != entry.name:
+                is_passed = _grade(console, folder, entry, self.exercise)
+                if is_passed and self.exercise is None and folder.current != entry.name:
                     entry = folder.find(None)
                     stamp = _stamp(folder.file(entry))
                 file = folder.file(entry, self.exercise)
@@ -125,11 +125,11 @@ class Hint:
         folder = _open_folder()
         entry = folder.find(self.exercise)
         console = stdout_console()
-        known = folder.hints.get(entry.name, 0)
-        for shown in range(folder.next_hint(entry)):
-            label = (f"hint {shown + 1} of {HINTS}  ", "dim")
-            console.print(Text.assemble(label, entry.exercise.hints[shown]))
-        if known == HINTS:
+        hint_count = folder.hints.get(entry.name, 0)
+        for index in range(folder.next_hint(entry)):
+            label = (f"hint {index + 1} of {HINTS}  ", "dim")
+            console.print(Text.assemble(label, entry.exercise.hints[index]))
+        if hint_count == HINTS:
             console.print(Text("These are all hints.", "dim"))
         return 0
 
@@ -149,9 +149,9 @@ class Reset:
         entry = folder.find(self.exercise)
         was_passed, copy = entry.name in folder.passed, folder.reset(entry)
         file = f"{folder.file(entry)}{'' if name else ', the current exercise,'}"
-        done = f"{file} is as it was at the start{', not passed any more, and the current exercise' * was_passed}"
-        kept = f"; your file is now {copy}" if copy else ""
-        print_line(stdout_console(), Text(f"{done}{kept}"))
+        text = f"{file} is as it was at the start{', not passed any more, and the current exercise' * was_passed}"
+        copy_note = f"; your file is now {copy}" if copy else ""
+        print_line(stdout_console(), Text(f"{text}{copy_note}"))
         return 0
 
 
@@ -223,9 +223,9 @@ class TrainWithSolution:
         grade = folder.grade(entry, self.exercise)
         if not grade.passed:
             file, finding = folder.file(entry, self.exercise), grade.finding_text.rstrip(".")
-            saved = " A notebook is graded as it was saved last." if file.suffix == NOTEBOOK else ""
+            notebook_note = " A notebook is graded as it was saved last." if file.suffix == NOTEBOOK else ""
             hint = shell_command(f"learn hint {entry.name}")
-            raise UserError(f"{file} is not passed: {finding}. For a hint: {hint}.{saved}")
+            raise UserError(f"{file} is not passed: {finding}. For a hint: {hint}.{notebook_note}")
         return train_and_verify(entry, folder.program(entry, self.exercise), self.steps, json=self.json)
 
 

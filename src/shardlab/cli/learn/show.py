@@ -146,6 +146,6 @@ def results_report(
         words=3,
         folded=2,
     )
-    passed = sum(grade.passed for grade in grades)
-    report.fact("passed", f"{passed} of {counted(len(grades), 'exercise')}", passed=passed)
+    passed_count = sum(grade.passed for grade in grades)
+    report.fact("passed", f"{passed_count} of {counted(len(grades), 'exercise')}", passed=passed_count)
     return report

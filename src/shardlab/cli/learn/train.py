@@ -65,8 +65,8 @@ def require_steps(steps: int) -> None:
     """Refuse a training that is too short to be measured."""
     from shardlab.train.job import Tracing
 
-    if steps < (least := Tracing().steps):
-        raise UserError(f"--steps is {steps}; to compare its steps with the prediction, give {least} or more")
+    if steps < (minimum := Tracing().steps):
+        raise UserError(f"--steps is {steps}; to compare its steps with the prediction, give {minimum} or more")
 
 
 def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) -> int:
@@ -103,9 +103,9 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     report = comparison_report(folder)
     report.line()
     verdict = verified.verdict
-    what = "the numbers are those of one device" if verdict.ok else "the numbers are NOT those of one device"
+    finding = "the numbers are those of one device" if verdict.ok else "the numbers are NOT those of one device"
     errors = f"float64, largest error of loss, gradients and weights {max(verdict.all):.1e}"
-    report.fact("verified", f"{what} ({errors})", style="green" if verdict.ok else "red", verified=verdict.ok)
+    report.fact("verified", f"{finding} ({errors})", style="green" if verdict.ok else "red", verified=verdict.ok)
     ops = f"every op of every rank, predicted if shardlab bench was run: {shell_command(f'compare {folder}')}"
     report.draw(lambda console: console.print(Text(ops, "dim"), soft_wrap=True))
     report.data |= {"exercise": entry.name, "ranks": ranks, "folder": str(folder)}
@@ -222,12 +222,12 @@ def comparison_report(folder: Path) -> Report:
     checked = job_from_dict(trace.job).checked()
     measured = trace.measured(checked)
     predicted, unit = predicted_timeline(checked, measured)
-    memory = [max(each.before_ops) for each in memory_in_bytes(checked)]
+    memory = [max(rank_memory.before_ops) for rank_memory in memory_in_bytes(checked)]
     result = compare(measured, predicted, memory)
     step = {"what": "step", "unit": "ms", **_pair(result.step, 1e3)}
     parts = [
-        {"what": what, "unit": "ms", **_mean_pair([getattr(row, name) for row in result.ranks], 1e3)}
-        for what, (name, _) in PARTS.items()
+        {"what": part, "unit": "ms", **_mean_pair([getattr(row, name) for row in result.ranks], 1e3)}
+        for part, (name, _) in PARTS.items()
     ]
     fullest = max((row.memory for row in result.ranks), key=_measured)
     report = Report()
@@ -257,10 +257,10 @@ def comparison_report(folder: Path) -> Report:
 def _meaning(step: dict[str, Any], parts: list[dict[str, Any]]) -> str:
     """Return what the comparison says: how long the step took, which part of it differs most, and why."""
     excess = {row["what"]: row["measured"] - row["predicted"] for row in parts}
-    what = max(excess, key=lambda name: abs(excess[name]))
-    ratio, cause = step["measured"] / step["predicted"], PARTS[what][1].format(cores=cores())
-    text = f"The step took {ratio:.2f} times the predicted time. The largest difference is {excess[what]:+.2f} ms"
-    return f'{text} of "{what}": {cause}.'
+    part = max(excess, key=lambda name: abs(excess[name]))
+    ratio, cause = step["measured"] / step["predicted"], PARTS[part][1].format(cores=cores())
+    text = f"The step took {ratio:.2f} times the predicted time. The largest difference is {excess[part]:+.2f} ms"
+    return f'{text} of "{part}": {cause}.'
 
 
 def predicted_timeline(checked: Checked, measured: Measured) -> tuple[Timeline, float]:
@@ -276,7 +276,7 @@ def predicted_timeline(checked: Checked, measured: Measured) -> tuple[Timeline, 
         raise UserError("no forward pass was measured; train more steps")
     unit = seconds / units
     events = [
-        [event._replace(start=event.start * unit, end=event.end * unit) for event in each] for each in timeline.events
+        [event._replace(start=event.start * unit, end=event.end * unit) for event in row] for row in timeline.events
     ]
     return Timeline(timeline.program, events, in_seconds=True), unit
 

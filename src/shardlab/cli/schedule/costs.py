@@ -52,9 +52,9 @@ def read_costs(text: str | None, ranks: int, stages_per_rank: int) -> tuple[tupl
     if text is None or not text.endswith(".toml"):
         words = _words(text or "")
         message = words.pop("message", 0.0)
-        kept = words.pop("kept", words.get("activation", 1.0))
+        kept_memory = words.pop("kept", words.get("activation", 1.0))
         values = (words.get(name, 1.0) for name in KINDS[:-1])
-        return (StageCosts(*(value / stages_per_rank for value in (*values, kept))),) * stages, message
+        return (StageCosts(*(value / stages_per_rank for value in (*values, kept_memory))),) * stages, message
     table = read_settings(CostsFile, read_file(Path(text), "TOML"), text)
     columns = {kind: getattr(table, kind) for kind in KINDS}
     columns["kept"] = columns["kept"] or columns["activation"]

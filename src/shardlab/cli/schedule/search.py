@@ -195,9 +195,9 @@ class ScheduleSearch:
     @cached_property
     def _problem(self) -> StepProblem | ScheduleProblem:
         workload = self._workload
-        each = int(self.layout.values().get("stages_per_rank") or (2 if self.placement == "vee" else 1))
+        stage_count = int(self.layout.values().get("stages_per_rank") or (2 if self.placement == "vee" else 1))
         if workload is not None:
-            return problem_of(workload, placement=self.placement, stages_per_rank=each, objective=self.objective)
+            return problem_of(workload, placement=self.placement, stages_per_rank=stage_count, objective=self.objective)
         sizes = {axis: size for axis, size in self.layout.values().items() if axis != "stages_per_rank"}
         ranks = int(sizes.pop("pp", 4))
         if sizes:
@@ -205,7 +205,7 @@ class ScheduleSearch:
             raise UserError(f"{flags} needs a model and a cluster; without them, give --pp and --stages-per-rank only")
         if ranks < 2:
             raise UserError("a schedule is for a pipeline; give --pp 2 or more")
-        stages, message = read_costs(self.costs, ranks, each)
+        stages, message = read_costs(self.costs, ranks, stage_count)
         limit = math.inf if self.limit is None else self.limit
         return ScheduleProblem(
             ranks, self.microbatches or 4 * ranks, stages, message, limit, self.placement, self.objective

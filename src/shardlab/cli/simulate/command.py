@@ -63,14 +63,14 @@ class Simulate(StepOptions):
         if self.is_priced(request):
             return self._run_priced(request)
         step = self.step_in_units(request)
-        entry, ranks, costs, passed, proof = step.entry, step.ranks, step.costs, step.passed, step.proof
+        entry, ranks, costs, results, proof = step.entry, step.ranks, step.costs, step.pass_results, step.proof
         timeline = simulate(proof, costs)
-        stages = self._stages(passed, partial(simulate, costs=costs))
+        stages = self._stages(results, partial(simulate, costs=costs))
         self._save(timeline, stages, entry.title(ranks))
-        without = _without_recompute(entry, proof, costs, step.names)
+        baseline = _without_recompute(entry, proof, costs, step.names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
-        report = self._passes_report(entry.name, passed, stages, units_text)
-        add_step(report, entry.name, proof, timeline, costs, without, entry.plan and entry.plan(ranks))
+        report = self._passes_report(entry.name, results, stages, units_text)
+        add_step(report, entry.name, proof, timeline, costs, baseline, entry.plan and entry.plan(ranks))
         if self.pictures.svg is not None:
             report.line()
             report.draw(partial(print_path, label="drawn in", path=self.pictures.svg))
@@ -79,24 +79,24 @@ class Simulate(StepOptions):
         return 0
 
     def _passes_report(
-        self, name: str, passed: list[PassResult], stages: dict[str, Timeline], time_text: Callable[[float], str]
+        self, name: str, results: list[PassResult], stages: dict[str, Timeline], time_text: Callable[[float], str]
     ) -> Report:
         """Return a new report of a strategy. It begins with the effects of the passes, if any were run."""
         report = Report(strategy=name)
-        add_passes(report, passed, time_text)
+        add_passes(report, results, time_text)
         if self.each_pass:
             report.draw(partial(print_strips, stages, time_text))
         return report
 
-    def _stages(self, passed: list[PassResult], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
+    def _stages(self, results: list[PassResult], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
         """Simulate the step before the first pass and after each useful pass, if a picture or --each-pass shows it."""
-        if self.each_pass and not passed:
+        if self.each_pass and not results:
             raise UserError(
                 "--each-pass shows the effect of passes, but none is given; give some, such as --passes all"
             )
         if not self.each_pass and not self.pictures.files:
             return {}
-        return {name: timeline(each.checked) for name, each in helpful_results(passed).items()}
+        return {name: timeline(result.checked) for name, result in helpful_results(results).items()}
 
     def _save(
         self, timeline: Timeline, stages: dict[str, Timeline], name: str, counters: list[Counter] | None = None
@@ -112,7 +112,7 @@ class Simulate(StepOptions):
         from shardlab.simulate.timeline.run import memory_counters
 
         result = price(request)
-        stages = self._stages(result.passed, result.workload.timeline)
+        stages = self._stages(result.pass_results, result.workload.timeline)
         if self.pictures.files:
             estimate = traced_estimate(result, "a picture")
             name = f"{result.entry.title(result.workload.mesh.world)} of {request.model} on {request.cluster}"
@@ -121,7 +121,7 @@ class Simulate(StepOptions):
         if self.path:
             estimate = traced_estimate(result, "--path")
             path = path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
-        report = self._passes_report(result.entry.name, result.passed, stages, seconds_text)
+        report = self._passes_report(result.entry.name, result.pass_results, stages, seconds_text)
         add_step(report, result, self.pictures.files)
         add_path(report, path, seconds_text)
         report.show(json=self.json)
@@ -134,7 +134,7 @@ def add_step(
     checked: Checked,
     timeline: Timeline,
     costs: Prices,
-    without: Timeline | None = None,
+    baseline: Timeline | None = None,
     plan: Plan | None = None,
 ) -> None:
     """Add the figures of a step, the results of the channel models, and the timelines of the ranks to a report.
@@ -142,7 +142,7 @@ def add_step(
     Args:
         name: name of the strategy.
         costs: costs of the timeline's ops.
-        without: timeline of the same plan without recomputation, if the plan recomputes.
+        baseline: timeline of the same plan without recomputation, if the plan recomputes.
         plan: plan of the strategy, if it has one.
     """
     program = checked.program
@@ -159,14 +159,14 @@ def add_step(
     fullest = [rank for rank, live in enumerate(by_rank) if live == peak]
     text = f"elements, on rank{'s' * (len(fullest) > 1)} {listed(fullest)}"
     report.fact("peak memory", text, f"{peak:,}", peak_memory=peak, peak_memory_by_rank=by_rank)
-    for place, most in peak_elsewhere(checked).items():
-        report.fact(f"on the {place}", "elements at most, of a rank", f"{most:,}")
-        report.data[f"peak_memory_on_{place}"] = most
-    if without is not None:
-        figures = {"steps": without.steps, "end": without.end, "peak_memory": without.peak_memory}
+    for place, elements in peak_elsewhere(checked).items():
+        report.fact(f"on the {place}", "elements at most, of a rank", f"{elements:,}")
+        report.data[f"peak_memory_on_{place}"] = elements
+    if baseline is not None:
+        figures = {"steps": baseline.steps, "end": baseline.end, "peak_memory": baseline.peak_memory}
         report.data["without_recompute"] = figures
-        if without.end and without.peak_memory:
-            longer, text = _recomputed(timeline, without)
+        if baseline.end and baseline.peak_memory:
+            longer, text = _recomputed(timeline, baseline)
             report.fact("recompute", text, longer)
     if any(layer.sliced for layer in program.sizes.signatures):
         names = sorted({layer.name for layer in program.sizes.signatures})
@@ -176,13 +176,13 @@ def add_step(
         report.fact("frozen", text, str(len(frozen)), frozen=list(frozen))
     ops = sum(map(len, program.tapes))
     report.fact("ops", "on the tapes of all ranks", f"{ops:,}", ops=ops)
-    refused = {model.value: why for model, why in checked.models.items() if why is not None}
+    refused = {model.value: reason for model, reason in checked.models.items() if reason is not None}
     models = {model.value: model.value not in refused for model in ChannelModel}
-    passed = ", ".join(model for model, passes in models.items() if passes)
-    report.fact("channel models", f"{passed}: passed", style="green", channel_models=models, deadlocks=refused)
-    for model, why in refused.items():
+    passed_models = ", ".join(model for model, passes in models.items() if passes)
+    report.fact("channel models", f"{passed_models}: passed", style="green", channel_models=models, deadlocks=refused)
+    for model, reason in refused.items():
         report.fact("", f"{model}: refused", style="red")
-        report.fact("", why)
+        report.fact("", reason)
     backends = checked.backends()
     report.fact("runs on", ", ".join(backends) or "no backend", style="bold", backends=backends)
     add_drifts(report, checked)
@@ -238,16 +238,16 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Prices, name
     plan = entry.plan(program.ranks) if entry.plan else None
     if plan is None or plan.recompute in ("none", ()):
         return None
-    kept = trace(program_from_plan(replace(plan, recompute="none")), plan.mesh, program.sizes, program.microbatches)
-    return simulate(run_passes(check(kept), find_passes(names), Goal(costs))[-1].checked, costs)
+    baseline = trace(program_from_plan(replace(plan, recompute="none")), plan.mesh, program.sizes, program.microbatches)
+    return simulate(run_passes(check(baseline), find_passes(names), Goal(costs))[-1].checked, costs)
 
 
-def _recomputed(timeline: Timeline, without: Timeline) -> tuple[str, str]:
+def _recomputed(timeline: Timeline, baseline: Timeline) -> tuple[str, str]:
     """Return the relative changes of step time and peak memory due to recomputation, as text."""
-    if (timeline.end, timeline.peak_memory) == (without.end, without.peak_memory):
+    if (timeline.end, timeline.peak_memory) == (baseline.end, baseline.peak_memory):
         return "+0.0%", "changes nothing: no attention scores are kept"
-    memory = timeline.peak_memory / without.peak_memory - 1
-    return f"{timeline.end / without.end - 1:+.1%}", f"time, {memory:+.1%} peak memory, against none"
+    memory = timeline.peak_memory / baseline.peak_memory - 1
+    return f"{timeline.end / baseline.end - 1:+.1%}", f"time, {memory:+.1%} peak memory, against none"
 
 
 def _print_ranks(console: Console, timeline: Timeline) -> None:

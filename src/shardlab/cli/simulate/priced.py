@@ -73,7 +73,7 @@ class PricedStep:
         names: names of the model and the cluster.
         checked: whether the tapes of all ranks were checked. Those of a large folded plan are not.
         notes: remarks for the reader of the figures.
-        passed: the program as written, and after each pass (empty: no passes were requested).
+        pass_results: the program as written, and after each pass (empty: no passes were requested).
     """
 
     entry: StrategyEntry
@@ -84,7 +84,7 @@ class PricedStep:
     names: tuple[str, str]
     checked: bool
     notes: list[str]
-    passed: list[PassResult]
+    pass_results: list[PassResult]
 
     @property
     def step(self) -> float:
@@ -166,23 +166,23 @@ def price(request: StepRequest) -> PricedStep:
         )
     if limit := broken_limit(workload):
         notes.insert(0, f"predicted as if {workload.recipe.name} could run it: {limit}")
-    passed = workload.pass_results if rewritten else []
-    return PricedStep(entry, workload, estimate, rough, memory, (model_name, cluster_name), not large, notes, passed)
+    results = workload.pass_results if rewritten else []
+    return PricedStep(entry, workload, estimate, rough, memory, (model_name, cluster_name), not large, notes, results)
 
 
-def traced_estimate(result: PricedStep, shown: str) -> Estimate:
+def traced_estimate(result: PricedStep, output: str) -> Estimate:
     """Return the estimate of a step, which must have few enough ops to trace all of them.
 
     Args:
         result: the step.
-        shown: name of the output that needs all ops, for the message.
+        output: name of the output that needs all ops, for the message.
 
     Raises:
         UserError: if the step has too many ops to trace.
     """
     if result.forecast is not None:
         raise UserError(
-            f"{shown} needs all ops of the step, which with {counted(result.workload.microbatches, 'microbatch')} are "
+            f"{output} needs all ops of the step, which with {counted(result.workload.microbatches, 'microbatch')} are "
             f"more than {MAX_FOLDED_OPS:,}; give fewer microbatches, or raise --max-ops"
         )
     return result.estimate
@@ -209,11 +209,11 @@ def doubts(workload: Workload, traced: Traced, step: float, cluster: str) -> lis
     return notes
 
 
-def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -> None:
+def add_step(report: Report, result: PricedStep, files: Sequence[Path] = ()) -> None:
     """Add the figures of a step in seconds, bytes and shares, notes, and its timeline to a report.
 
     Args:
-        written: files that were written.
+        files: files that were written.
     """
     from shardlab.simulate.predict.confidence import may_not_fit, step_confidence, sure_as_json
     from shardlab.simulate.predict.forecast import switch_effects
@@ -242,8 +242,8 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
         "tokens": workload.tokens,
     }
     report.line(Text.assemble((entry.name, "bold cyan"), " of {} on {}".format(*result.names)), wrap=False)
-    each = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
-    batch = f"global batch {sequences:,}: {counted(workload.microbatches, 'microbatch')} of {each}"
+    microbatch = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
+    batch = f"global batch {sequences:,}: {counted(workload.microbatches, 'microbatch')} of {microbatch}"
     recipe = "" if workload.recipe == OWN else f", as {workload.recipe.title} runs it"
     report.line(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", "dim")
     report.fact("step time", "", seconds_text(step), step_seconds=step)
@@ -270,12 +270,12 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     effects = switch_effects(workload, step)
     if effects:
         report.fact("switches", "; ".join(map(str, effects)) + " of the step time")
-    report.data["switch_effects"] = [asdict(each) for each in effects]
+    report.data["switch_effects"] = [asdict(effect) for effect in effects]
     add_network(report, workload.cluster, slower_with_few_nics(workload))
-    sure = step_confidence(workload)
-    doubt = may_not_fit(sure, memory.total, memory.capacity)
-    report.facts("how sure", [*map(str, sure), doubt])
-    report.data["how_sure"] = sure_as_json(sure, doubt)
+    confidences = step_confidence(workload)
+    doubt = may_not_fit(confidences, memory.total, memory.capacity)
+    report.facts("how sure", [*map(str, confidences), doubt])
+    report.data["how_sure"] = sure_as_json(confidences, doubt)
     assumed = assumed_figures(workload)
     report.data |= {"assumed": {name: asdict(figure) for name, figure in assumed.items()}, "notes": result.notes}
     if assumed:
@@ -285,7 +285,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     if ops <= DRAWN_OPS and result.forecast is None:
         report.line()
         report.draw(partial(_print_ranks, result=result))
-    for path in written:
+    for path in files:
         report.draw(partial(print_path, label="written to", path=path))
 
 
@@ -315,9 +315,9 @@ def add_network(report: Report, cluster: Cluster, slower: float | None = None) -
     Args:
         slower: relative increase of the step time with a quarter of the NICs (None: unknown).
     """
-    text, few = cluster.network_text, max(1, cluster.nics // FEWER)
+    text, nics = cluster.network_text, max(1, cluster.nics // FEWER)
     if slower is not None:
-        text += f"; with {counted(few, 'NIC')} a node the step takes {slower:.0%} longer"
+        text += f"; with {counted(nics, 'NIC')} a node the step takes {slower:.0%} longer"
     if text:
         report.fact("network", text)
     report.data["network"] = {**cluster.network, "assumed": cluster.assumed, "slower_with_a_quarter_of_nics": slower}
@@ -334,8 +334,8 @@ def slower_with_few_nics(workload: Workload) -> float | None:
     spread = workload.mesh.world > cluster.per_node and "nics" in cluster.assumed and cluster.nics > 1
     if not spread or not isinstance(workload.plan, Plan) or workload.pass_names != "none":
         return None
-    few = replace(cluster, nics=max(1, cluster.nics // FEWER))
-    return forecast(replace(workload, cluster=few)).seconds / forecast(workload).seconds - 1
+    fewer_nics = replace(cluster, nics=max(1, cluster.nics // FEWER))
+    return forecast(replace(workload, cluster=fewer_nics)).seconds / forecast(workload).seconds - 1
 
 
 def add_bubble(report: Report, free: float, share: float) -> None:
@@ -350,8 +350,8 @@ def _require_backend(entry: StrategyEntry, proof: Checked, cluster: str) -> Chec
     Raises:
         UserError: if it does not.
     """
-    if (why := proof.why_not("nccl")) is not None:
-        raise UserError(f"{entry.name} cannot be timed on {cluster}: {why}")
+    if (reason := proof.why_not("nccl")) is not None:
+        raise UserError(f"{entry.name} cannot be timed on {cluster}: {reason}")
     return proof
 
 
@@ -420,8 +420,8 @@ def _parts_text(all: float, parts: Mapping[str, float]) -> str:
 
 
 def _exposed_text(exposed: Mapping[tuple[str, str], float]) -> str:
-    shown = [(key, share) for key, share in exposed.items() if share >= 0.0005][:4]
-    return ", ".join(f"{kind.replace('_', '-')} on {axis} {share:.1%}" for (kind, axis), share in shown) or "none"
+    largest = [(key, share) for key, share in exposed.items() if share >= 0.0005][:4]
+    return ", ".join(f"{kind.replace('_', '-')} on {axis} {share:.1%}" for (kind, axis), share in largest) or "none"
 
 
 def _ranks_text(result: PricedStep) -> str:
@@ -431,7 +431,7 @@ def _ranks_text(result: PricedStep) -> str:
         return counted(ranks, "rank")
     represented = [stands_for(program, row) for row in range(program.ranks)]
     stages = [
-        f"rank {rank_of(program, row)} stands for ranks {same[0]}-{same[-1]}" for row, same in enumerate(represented)
+        f"rank {rank_of(program, row)} stands for ranks {group[0]}-{group[-1]}" for row, group in enumerate(represented)
     ]
     if len(stages) > NAMED_STAGES:
         stages[NAMED_STAGES - 1 : -1] = ["..."]

@@ -48,7 +48,7 @@ class UnitStep:
         entry, ranks: strategy and its number of ranks.
         costs: times of ops.
         names: names of the passes that rewrote the program; "none" without passes.
-        passed: the program as written, and after each pass (empty: no passes were requested).
+        pass_results: the program as written, and after each pass (empty: no passes were requested).
         proof: the checked program after all passes.
     """
 
@@ -56,7 +56,7 @@ class UnitStep:
     ranks: int
     costs: Prices
     names: str
-    passed: list[PassResult]
+    pass_results: list[PassResult]
     proof: Checked
 
 
@@ -185,10 +185,10 @@ class StepOptions:
             layers = request.model_fields["layers"]
             check_field("layers", layers, COUNT, None)
         microbatches, matrices = request.batch.microbatches or microbatches, request.optimizer == "muon"
-        written = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
+        proof = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
         names = entry.passes_on(ranks)
-        passed = run_named(written, names, Goal(costs)) if names != "none" else []
-        return UnitStep(entry, ranks, costs, names, passed, passed[-1].checked if passed else written)
+        results = run_named(proof, names, Goal(costs)) if names != "none" else []
+        return UnitStep(entry, ranks, costs, names, results, results[-1].checked if results else proof)
 
 
 def needs_cluster(flag: str) -> UserError:

@@ -97,35 +97,35 @@ def print_timeline(console: Console, timeline: Timeline, columns: Sequence[tuple
     right = sum(2 + len(heading) for heading, _ in columns)
     width = min(WIDEST, max(NARROWEST, console.width - label - 2 - right - MARGIN))
     ranks = {row: Activity(timeline.events[row], end) for row in names}
-    every = -(-len(ranks) // SHOWN_RANKS)
-    drawn = [*ranks.values()][::every]
+    interval = -(-len(ranks) // SHOWN_RANKS)
+    activities = [*ranks.values()][::interval]
     notes: list[str] = []
-    shown = whole_segments(drawn, end, width)
-    is_whole = bool(shown)
+    segments = whole_segments(activities, end, width)
+    is_whole = bool(segments)
     if not is_whole:
-        steady = find_steady_state([timeline.events[row] for row in [*ranks][::every]], end)
-        shown = partial_segments(drawn, end, width, steady)
+        steady = find_steady_state([timeline.events[row] for row in [*ranks][::interval]], end)
+        segments = partial_segments(activities, end, width, steady)
         notes.append(_parts_text(timeline, steady))
-    every = max(every, -(-len(ranks) * len(shown) // SHOWN_ROWS))
+    interval = max(interval, -(-len(ranks) * len(segments) // SHOWN_ROWS))
     rows: list[Text] = []
     hidden = Counter[OpKind]()
-    for segment in shown:
+    for segment in segments:
         ends = [_time_text(timeline, moment, segment.end - segment.start) for moment in segment]
         headings = "".join(f"  {heading}" for heading, _ in columns) if not rows else ""
-        between = " " * max(1, width - sum(map(len, ends)))
-        console.print(Text(f"{'rank':>{label}}  {between.join(ends)}{headings}", "dim"), no_wrap=True)
-        for row in [*ranks][::every]:
+        gap = " " * max(1, width - sum(map(len, ends)))
+        console.print(Text(f"{'rank':>{label}}  {gap.join(ends)}{headings}", "dim"), no_wrap=True)
+        for row in [*ranks][::interval]:
             cells = (f"  {texts[row]:>{len(heading)}}" for heading, texts in columns)
             signs = rank_row(ranks[row], *segment, width)
-            shares = "".join(cells) if segment is shown[0] else ""
+            shares = "".join(cells) if segment is segments[0] else ""
             console.print(Text(f"{names[row]:>{label}}  ") + signs + Text(shares), no_wrap=True)
             rows.append(signs)
             hidden += hidden_ops(timeline.events[row], segment, signs.plain)
     console.print(legend(rows, [*ranks.values()], console.width))
     if not all(name.isdecimal() for name in names.values()):
         notes.insert(0, "Ranks in one row do the same at the same time.")
-    if every > 1:
-        notes.append(f"Of {counted(len(ranks), 'row')} one in {every} is shown.")
+    if interval > 1:
+        notes.append(f"Of {counted(len(ranks), 'row')} one in {interval} is shown.")
     if is_whole and hidden:
         notes.append(
             f"Without a sign above: {', '.join(f'{kind.row.hyphenated} ({n:,})' for kind, n in hidden.most_common())}."
@@ -221,13 +221,13 @@ class Activity:
     """
 
     def __init__(self, events: Sequence[Event], end: float) -> None:
-        lasting = [event for event in events if event.end > event.start]
-        starts = np.array([event.start for event in lasting])
-        ends = np.array([event.end for event in lasting])
+        timed_events = [event for event in events if event.end > event.start]
+        starts = np.array([event.start for event in timed_events])
+        ends = np.array([event.end for event in timed_events])
         self._moments: Array = np.unique(np.concatenate([[0.0, end], starts, ends]))
         self._lengths = np.diff(self._moments)
         of_kind: dict[OpKind, list[int]] = {}
-        for place, event in enumerate(lasting):
+        for place, event in enumerate(timed_events):
             of_kind.setdefault(event.kind, []).append(place)
         under_way = {kind: self._under_way(starts[places], ends[places]) for kind, places in of_kind.items()}
         computes = self._any([on for kind, on in under_way.items() if kind not in COMMUNICATION])
@@ -278,8 +278,8 @@ class Activity:
         np.add.at(change, np.searchsorted(self._moments, ends), -1)
         return np.cumsum(change)[:-1] > 0
 
-    def _any(self, each: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-        return np.any(each, axis=0) if each else np.zeros(len(self._lengths), dtype=bool)
+    def _any(self, masks: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+        return np.any(masks, axis=0) if masks else np.zeros(len(self._lengths), dtype=bool)
 
     def _until(self, on: NDArray[np.bool_]) -> Array:
         """Return for each time in `_moments` the total time before it in which `on` is true."""
@@ -294,9 +294,9 @@ class Segment(NamedTuple):
 
 
 class SteadyState(NamedTuple):
-    """Steady state of a step. From `since` until `until`, all ranks repeat their work with the period `every`."""
+    """Steady state of a step. From `since` until `until`, all ranks repeat their work with the period `period`."""
 
-    every: float
+    period: float
     since: float
     until: float
 
@@ -321,19 +321,19 @@ def partial_segments(ranks: Sequence[Activity], end: float, width: int, steady: 
     Each segment is as long as a row of `width` cells can show readably. In a steady state, the middle begins at the
     start of a period. It covers the whole period if `MOST_SEGMENTS` rows suffice.
     """
-    shown: list[Segment] = []
+    segments: list[Segment] = []
     rows, start = 1, end / 2
     if steady is not None:
-        start = steady.since + steady.every * ((end / 2 - steady.since) // steady.every)
+        start = steady.since + steady.period * ((end / 2 - steady.since) // steady.period)
     for length in _round_lengths(end / (2 + MOST_SEGMENTS), FINEST * end):
         if steady is not None:
-            rows = max(1, min(MOST_SEGMENTS, math.ceil(steady.every / length)))
+            rows = max(1, min(MOST_SEGMENTS, math.ceil(steady.period / length)))
         middle = min(max(length, start), end - (1 + rows) * length)
         cuts = [middle + length * row for row in range(rows + 1)]
-        shown = [Segment(0.0, length), *(Segment(*ends) for ends in pairwise(cuts)), Segment(end - length, end)]
-        if _is_readable(ranks, shown, width):
+        segments = [Segment(0.0, length), *(Segment(*ends) for ends in pairwise(cuts)), Segment(end - length, end)]
+        if _is_readable(ranks, segments, width):
             break
-    return shown
+    return segments
 
 
 def find_steady_state(ranks: Sequence[Sequence[Event]], end: float) -> SteadyState | None:
@@ -343,13 +343,13 @@ def find_steady_state(ranks: Sequence[Sequence[Event]], end: float) -> SteadySta
         ranks: events of each rank, in tape order.
         end: end of the step.
     """
-    each = [steady for events in ranks if (steady := _steady_state_of(events, end)) is not None]
-    if not each or len(each) < len(ranks):
+    states = [steady for events in ranks if (steady := _steady_state_of(events, end)) is not None]
+    if not states or len(states) < len(ranks):
         return None
-    every = max(steady.every for steady in each)
-    if any(abs(every / steady.every - round(every / steady.every)) > PERIOD_TOLERANCE for steady in each):
+    period = max(steady.period for steady in states)
+    if any(abs(period / steady.period - round(period / steady.period)) > PERIOD_TOLERANCE for steady in states):
         return None
-    common = SteadyState(every, max(steady.since for steady in each), min(steady.until for steady in each))
+    common = SteadyState(period, max(steady.since for steady in states), min(steady.until for steady in states))
     return common if _lasts(common, end) else None
 
 
@@ -361,9 +361,9 @@ def rank_row(activity: Activity, start: float, end: float, width: int) -> Text:
 def misleading_share(activity: Activity, start: float, end: float, width: int) -> float:
     """Return the share of an interval in which a row of `width` signs does not show what the rank does."""
     shares = activity.shares(start, end, width)
-    every = [*shares.compute.values(), *shares.exposed.values(), shares.idle]
-    most = np.max(every, axis=0)
-    return float(1 - np.where(most >= MAJORITY - TINY, most, 0.0).mean())
+    parts = [*shares.compute.values(), *shares.exposed.values(), shares.idle]
+    largest = np.max(parts, axis=0)
+    return float(1 - np.where(largest >= MAJORITY - TINY, largest, 0.0).mean())
 
 
 def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
@@ -374,20 +374,20 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
         ranks: all ranks, shown or not.
         width: width of the terminal, which no line exceeds.
     """
-    shown = {character for row in rows for character in row.plain}
+    signs = {character for row in rows for character in row.plain}
     totals = [rank.totals() for rank in ranks]
     meanings: list[Text] = []
     for kind, (sign, color) in SIGNS.items():
         shares = [total.get(kind, 0.0) for total in totals]
-        if shown & {sign, sign.lower()} or max(shares, default=0) >= NAMED_SHARE:
+        if signs & {sign, sign.lower()} or max(shares, default=0) >= NAMED_SHARE:
             meanings.append(_legend_entry(sign, color, kind.row.hyphenated, shares))
     hidden = [rank.hidden for rank in ranks]
-    if shown & {sign.lower() for sign, _ in SIGNS.values() if sign.isupper()} or max(hidden, default=0) >= NAMED_SHARE:
+    if signs & {sign.lower() for sign, _ in SIGNS.values() if sign.isupper()} or max(hidden, default=0) >= NAMED_SHARE:
         meanings.append(_legend_entry("small letter:", "dim", "communicates as well", hidden))
     idle = [rank.idle for rank in ranks]
-    if IDLE in shown or max(idle, default=0) >= NAMED_SHARE:
+    if IDLE in signs or max(idle, default=0) >= NAMED_SHARE:
         meanings.append(_legend_entry(IDLE, "dim", "waits", idle))
-    if MIXED in shown:
+    if MIXED in signs:
         meanings.append(Text(f"{MIXED} mixed: nothing fills half of a cell", "dim"))
     if meanings:
         meanings[0].append(" of a rank's time", "dim")
@@ -411,37 +411,37 @@ def _round_lengths(longest: float, shortest: float) -> list[float]:
         power /= 10
     lengths: list[float] = []
     while power <= longest:
-        lengths += [each * power for each in ROUND_LENGTHS if shortest <= each * power <= longest]
+        lengths += [factor * power for factor in ROUND_LENGTHS if shortest <= factor * power <= longest]
         power *= 10
     return lengths[::-1]
 
 
 def _lasts(steady: SteadyState, end: float) -> bool:
-    return steady.until - steady.since >= max(end / 2, 2 * steady.every)
+    return steady.until - steady.since >= max(end / 2, 2 * steady.period)
 
 
 def _steady_state_of(events: Sequence[Event], end: float) -> SteadyState | None:
     """Find the shortest period after which one rank computes the same on other microbatches."""
-    done = [event for event in events if event.kind not in COMMUNICATION and event.end > event.start]
-    starts = [event.start for event in done]
-    here = bisect_left(starts, end / 2)
+    compute_events = [event for event in events if event.kind not in COMMUNICATION and event.end > event.start]
+    starts = [event.start for event in compute_events]
+    middle = bisect_left(starts, end / 2)
 
-    def repeats(place: int, period: int, every: float) -> bool:
-        if not 0 <= place < len(done) - period:
+    def repeats(place: int, period: int, duration: float) -> bool:
+        if not 0 <= place < len(compute_events) - period:
             return False
-        one, other = done[place], done[place + period]
+        one, other = compute_events[place], compute_events[place + period]
         is_same_op = (one.kind, one.layer) == (other.kind, other.layer)
-        return is_same_op and abs(other.start - one.start - every) <= PERIOD_TOLERANCE * every
+        return is_same_op and abs(other.start - one.start - duration) <= PERIOD_TOLERANCE * duration
 
-    for period in range(1, min(here, len(done) - here) + 1):
-        every = starts[here] - starts[here - period]
-        first = last = here - period
-        while every and repeats(first - 1, period, every):
+    for period in range(1, min(middle, len(compute_events) - middle) + 1):
+        duration = starts[middle] - starts[middle - period]
+        first = last = middle - period
+        while duration and repeats(first - 1, period, duration):
             first -= 1
-        while every and repeats(last, period, every):
+        while duration and repeats(last, period, duration):
             last += 1
-        until = starts[last + period] if last + period < len(done) else done[-1].end
-        if _lasts(steady := SteadyState(every, starts[first], until), end):
+        until = starts[last + period] if last + period < len(compute_events) else compute_events[-1].end
+        if _lasts(steady := SteadyState(duration, starts[first], until), end):
             return steady
     return None
 
@@ -451,8 +451,8 @@ def _parts_text(timeline: Timeline, steady: SteadyState | None) -> str:
     text = "The beginning, the middle and the end of the step are shown"
     if steady is None:
         return f"{text}."
-    every, since, until = (_time_text(timeline, moment, steady.every) for moment in steady)
-    return f"{text}; from {since} to {until} it repeats itself every {every}."
+    period, since, until = (_time_text(timeline, moment, steady.period) for moment in steady)
+    return f"{text}; from {since} to {until} it repeats itself every {period}."
 
 
 def _time_text(timeline: Timeline, moment: float, length: float) -> str:
@@ -468,8 +468,8 @@ def _row(shares: Shares) -> Text:
         kind = max(columns, key=lambda kind: columns[kind][cell], default=None)
         if kind is not None and columns[kind][cell] >= MAJORITY - TINY:
             sign, color = SIGNS[kind]
-            beside = kind in shares.compute and shares.hidden[cell] >= MAJORITY * computing[cell] - TINY
-            row.append(sign.lower() if beside else sign, color)
+            overlaps = kind in shares.compute and shares.hidden[cell] >= MAJORITY * computing[cell] - TINY
+            row.append(sign.lower() if overlaps else sign, color)
         elif idle >= MAJORITY - TINY:
             row.append(IDLE, "dim")
         else:

@@ -108,15 +108,15 @@ class View(StepOptions):
         if self.force and out is None:
             raise UserError("--force replaces a page, but none is written with --json; give --out, or leave it out")
         check_new_file("--out", out, DEFAULT_PAGE.name, force=self.force)
-        shown = self._contents()
+        page = self._contents()
         if out is not None:
             from shardlab.draw.viewer.page import save_page
 
             with writing("--out", out):
-                save_page(shown.packed, shown.title, out)
-        report = figures_report(shown.title, shown.note, shown.timelines, shown.rows, in_seconds=shown.in_seconds)
-        report.data["remarks"] = list(shown.remarks)
-        for remark in shown.remarks:
+                save_page(page.packed, page.title, out)
+        report = figures_report(page.title, page.note, page.timelines, page.rows, in_seconds=page.in_seconds)
+        report.data["remarks"] = list(page.remarks)
+        for remark in page.remarks:
             report.line(Text(remark, "yellow"))
         if out is not None:
             report.data["page"] = str(out)
@@ -170,7 +170,7 @@ class View(StepOptions):
         step = self.step_in_units(request)
         _require_few_ops(step.proof)
         times = Clocks(step.proof, step.costs).run()
-        shown = ShownTimeline(
+        timeline = ShownTimeline(
             "",
             simulate(step.proof, step.costs),
             element_counters(step.proof, times),
@@ -181,7 +181,7 @@ class View(StepOptions):
             step.entry.title(step.ranks),
             sizes_text(step.proof),
             step.proof,
-            [shown],
+            [timeline],
             _schedule_of(step.entry, step.ranks),
             _lines_of(step.entry, step.proof),
         )
@@ -196,11 +196,11 @@ class View(StepOptions):
         _require_few_ops(traced)
         counters = memory_counters(traced, estimate.times)
         free = schedule_bubble(traced, result.workload.prices)
-        shown = ShownTimeline("", estimate.timeline(), counters, critical_path(traced, estimate.times), free)
+        timeline = ShownTimeline("", estimate.timeline(), counters, critical_path(traced, estimate.times), free)
         title = f"{result.entry.title(ranks)} of {request.model} on {request.cluster}"
         note = f"{result.workload.mesh}, {counted(result.workload.microbatches, 'microbatch')}"
         schedule = _schedule_of(result.entry, ranks)
-        return Step(title, note, traced, [shown], schedule, _lines_of(result.entry, traced), result.notes)
+        return Step(title, note, traced, [timeline], schedule, _lines_of(result.entry, traced), result.notes)
 
     def _run(self, folder: Path) -> PageContents:
         """Return the page of a traced run: the measurement, and above it the prediction if there is one."""
@@ -229,22 +229,22 @@ class View(StepOptions):
         self._refuse_step_options(f"{path} is a trace", ())
         timelines = read_trace_file(path)
         packed = trace_tables(path.stem, str(path), timelines)
-        figures, rows = {each.name: each.figures for each in timelines}, [rank.name for rank in timelines[-1].ranks]
+        figures, rows = {trace.name: trace.figures for trace in timelines}, [rank.name for rank in timelines[-1].ranks]
         return PageContents(path.stem, str(path), packed, figures, in_seconds=True, rows=rows)
 
-    def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
+    def _refuse_step_options(self, subject: str, but: tuple[str, ...]) -> None:
         """Refuse options of a step, except those in `but`, for a run or a trace, which already determines its step."""
         defaults = option_values(View())
         for name, value in option_values(self).items():
             if name not in {"strategy", "out", "force", "json", *but} and value != defaults[name]:
-                raise UserError(f"{what}, which has its own step; leave out --{name.replace('_', '-')}")
+                raise UserError(f"{subject}, which has its own step; leave out --{name.replace('_', '-')}")
 
 
 def _contents_of_step(step: Step) -> PageContents:
     from shardlab.draw.rows import ranks_text
     from shardlab.draw.viewer.step_tables import step_tables
 
-    figures = {each.name: found for each, found in zip(step.shown, step.figures, strict=True)}
+    figures = {timeline.name: values for timeline, values in zip(step.shown, step.figures, strict=True)}
     in_seconds, program = step.shown[0].timeline.in_seconds, step.traced.program
     rows = [ranks_text(stands_for(program, row)) for row in range(program.ranks)]
     return PageContents(step.title, step.note, step_tables(step), figures, in_seconds, rows, step.remarks)

@@ -59,15 +59,15 @@ class EditServer:
 
     def answer(self, method: str, path: str, content: bytes) -> Answer:
         """Return the answer to a request: the page, the judgement of a text as JSON, or an error."""
-        token, slash, where = path.partition("?")[0].removeprefix("/").partition("/")
+        token, slash, resource = path.partition("?")[0].removeprefix("/").partition("/")
         if not slash or not secrets.compare_digest(token.encode(), self.token.encode()):
             return _text(403, "the address lacks the token; use the one that shardlab view --edit printed")
-        if (method, where) == ("GET", ""):
+        if (method, resource) == ("GET", ""):
             page = page_html(b"", self.editors[""].name, EDIT_SCRIPTS, "connect-src 'self'")
             return 200, "text/html; charset=utf-8", page.encode()
-        if (method, where) == ("POST", "judge"):
+        if (method, resource) == ("POST", "judge"):
             return self._judge(content)
-        return _text(404, f"there is no {where or method} here")
+        return _text(404, f"there is no {resource or method} here")
 
     def _judge(self, content: bytes) -> Answer:
         """Check a text. A request without a text asks for the starting text."""

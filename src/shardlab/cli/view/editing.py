@@ -89,7 +89,7 @@ class Editor(ABC):
     def judge(self, text: str) -> Judgement:
         """Return the judgement of a text."""
         try:
-            return self._judged(text)
+            return self._judge_text(text)
         except (UserError, Refused) as error:
             return Judgement(str(error), legal=False)
 
@@ -98,7 +98,7 @@ class Editor(ABC):
         return
 
     @abstractmethod
-    def _judged(self, text: str) -> Judgement:
+    def _judge_text(self, text: str) -> Judgement:
         """Judge a text.
 
         Raises:
@@ -124,7 +124,7 @@ class ScheduleEditor(Editor):
         steps = plan.steps(model_layers(sizes).pipeline_units, microbatches)
         self.start = export_csv(steps, form="compute_only")
 
-    def _judged(self, text: str) -> Judgement:
+    def _judge_text(self, text: str) -> Judgement:
         schedule = schedule_of(text, self.plan.mesh.pp, self.microbatches // self.plan.data_ranks)
         plan = replace(self.plan, schedule=schedule, stages_per_rank=None)
         program = trace(program_from_plan(plan), plan.mesh, self.sizes, self.microbatches)
@@ -149,7 +149,7 @@ class ScheduleLevel(Editor):
             self._plan(_start_of(entry)).steps(self._units, self._microbatches), form="compute_only"
         )
 
-    def _judged(self, text: str) -> Judgement:
+    def _judge_text(self, text: str) -> Judgement:
         schedule = schedule_of(text, self.exercise.mesh.pp, self._microbatches)
         files = schedule_files(self._plan(schedule).steps(self._units, self._microbatches))
         return _judgement(self.name, grade(self.exercise, schedule), files)
@@ -208,7 +208,7 @@ class ProgramEditor(FileEditor):
         self.function, self.mesh = function, mesh
         self.sizes, self.microbatches, self.costs = sizes, microbatches, costs
 
-    def _judged(self, text: str) -> Judgement:
+    def _judge_text(self, text: str) -> Judgement:
         entry = load(f"{self._path}:{self.function}")
         ranks = self.mesh.world if entry.plan is None else entry.ranks
         if entry.mesh is data_parallel_mesh:
@@ -228,7 +228,7 @@ class ProgramLevel(FileEditor):
         self.entry = entry
         super().__init__(level_title(entry), f"{entry.name}.py", entry.start_text)
 
-    def _judged(self, text: str) -> Judgement:
+    def _judge_text(self, text: str) -> Judgement:
         return _judgement(self.name, grade_file(self.entry, self._path), {self._path.name: text})
 
 
@@ -285,10 +285,10 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
     """
     rows = parse_cells(text)
     placed = check_rows(rows)
-    each = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
-    if (len(rows), each) != (ranks, microbatches):
+    microbatch_count = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
+    if (len(rows), microbatch_count) != (ranks, microbatches):
         raise UserError(
-            f"the schedule has {counted(len(rows), 'rank')} and {counted(each, 'microbatch')}; "
+            f"the schedule has {counted(len(rows), 'rank')} and {counted(microbatch_count, 'microbatch')}; "
             f"the pipeline has {ranks} and {microbatches}"
         )
     steps = [[cell.step(placed) for cell in row] for row in rows]
@@ -326,5 +326,5 @@ def _step(name: str, proof: Checked, costs: Prices) -> Step:
     times = Clocks(proof, costs).run()
     timeline = simulate(proof, costs)
     path, free = critical_path(proof, times), schedule_bubble(proof, costs)
-    shown = ShownTimeline("", timeline, element_counters(proof, times), path, free)
-    return Step(name, sizes_text(proof), proof, [shown])
+    shown_timeline = ShownTimeline("", timeline, element_counters(proof, times), path, free)
+    return Step(name, sizes_text(proof), proof, [shown_timeline])

@@ -28,11 +28,11 @@ def figures_report(
         in_seconds: whether times are seconds, rather than units.
     """
     report = Report(title=title, unit="seconds" if in_seconds else "units")
-    report.data["timelines"] = [{"name": name, **each.as_dict()} for name, each in timelines.items()]
+    report.data["timelines"] = [{"name": name, **figures.as_dict()} for name, figures in timelines.items()]
     report.line(Text.assemble((title, "bold cyan"), "  ", (note, "dim")), wrap=False)
     report.line()
-    every = list(timelines.values())
-    several = len(every) > 1
+    all_figures = list(timelines.values())
+    several = len(all_figures) > 1
     table = table_of("", *([*timelines, "difference"] if several else [""]))
     table.show_header = several
     time_text = seconds_text if in_seconds else units_text
@@ -41,26 +41,26 @@ def figures_report(
         cells = [none if value is None else text(value) for value in values]
         first, last = values[0], values[-1]
         if several:
-            known = first is not None and last is not None
-            cells.append(_signed(last - first, text) if known and first is not None and last is not None else "")
+            has_values = first is not None and last is not None
+            cells.append(_signed(last - first, text) if has_values and first is not None and last is not None else "")
         table.add_row(label, *cells)
 
-    add("step", [each.end for each in every], time_text)
-    add("compute", [each.compute for each in every])
-    add("exposed communication", [each.exposed for each in every])
-    add("overlap of communication", [each.overlap for each in every], none="no communication")
-    add("idle", [sum(each.idle.values()) for each in every])
+    add("step", [figures.end for figures in all_figures], time_text)
+    add("compute", [figures.compute for figures in all_figures])
+    add("exposed communication", [figures.exposed for figures in all_figures])
+    add("overlap of communication", [figures.overlap for figures in all_figures], none="no communication")
+    add("idle", [sum(figures.idle.values()) for figures in all_figures])
     for cause in IdleCause:
-        if any(cause in each.idle for each in every):
-            add(f"  {cause.value}", [each.idle.get(cause, 0.0) for each in every])
-    if any(each.bubble_with_communication is not None for each in every):
-        if every[0].bubble is not None:
-            add("bubble", [each.bubble for each in every])
-        add("bubble with communication", [each.bubble_with_communication for each in every])
-        if every[0].closed_form is not None:
-            add(f"  {every[0].formula}", [each.closed_form for each in every])
-    excess = [each.excess if each.excess >= UNEQUAL else None for each in every]
-    name = f": {rows[every[-1].straggler]}, beyond the mean" if any(excess) else ""
+        if any(cause in figures.idle for figures in all_figures):
+            add(f"  {cause.value}", [figures.idle.get(cause, 0.0) for figures in all_figures])
+    if any(figures.bubble_with_communication is not None for figures in all_figures):
+        if all_figures[0].bubble is not None:
+            add("bubble", [figures.bubble for figures in all_figures])
+        add("bubble with communication", [figures.bubble_with_communication for figures in all_figures])
+        if all_figures[0].closed_form is not None:
+            add(f"  {all_figures[0].formula}", [figures.closed_form for figures in all_figures])
+    excess = [figures.excess if figures.excess >= UNEQUAL else None for figures in all_figures]
+    name = f": {rows[all_figures[-1].straggler]}, beyond the mean" if any(excess) else ""
     add(f"straggler{name}", excess, none="none")
     report.draw(lambda console: console.print(table))
     return report
