@@ -26,7 +26,7 @@ CODE_LINES = {
     "learn": 5780,
     "measure": 2150,
     "models": 4625,
-    "planner": 4155,
+    "planner": 4160,
     "simulate": 7580,
     "strategies": 2760,
     "train": 8990,

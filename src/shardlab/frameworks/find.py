@@ -283,8 +283,8 @@ def _training_command(script: Script) -> tuple[list[Word], list[Word]]:
             best = words[: programs[0]], words[programs[0] + 1 :]
     if best is not None and any(word.text.startswith("--") for word in best[1]):
         return best
-    loose = [word for words in (*script.variables.values(), *script.commands) for word in words]
-    pieces = [Word(piece, word.line) for word in loose for piece in word.text.split()]
+    all_words = [word for words in (*script.variables.values(), *script.commands) for word in words]
+    pieces = [Word(piece, word.line) for word in all_words for piece in word.text.split()]
     flags = [piece for piece in pieces if piece.text.startswith("-")]
     return (best[0] if best else []), pieces if flags else []
 

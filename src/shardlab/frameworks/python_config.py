@@ -244,7 +244,9 @@ class _Reader:
         if not value.name.rpartition(".")[2][:1].isupper():  # a function, whose result is not known
             return [Setting(key, f"{UNSET}{value.name}(...)}}", line)]
         return [
-            setting for name, (inner, at) in value.fields.items() for setting in self._field(f"{key}.{name}", inner, at)
+            setting
+            for name, (inner, inner_line) in value.fields.items()
+            for setting in self._field(f"{key}.{name}", inner, inner_line)
         ]
 
     def _model(self, value: Any, line: int) -> list[Setting]:
@@ -252,6 +254,6 @@ class _Reader:
             return [Setting("model.flavor", f"{UNSET}model_spec}}", line)]
         flavor = value.arguments[0] if value.arguments else value.fields.get("flavor", ("", line))[0]
         settings = [Setting("model.name", self._family or "llama3", line), Setting("model.flavor", str(flavor), line)]
-        converters, at = value.fields.get("converters", ([], line))
+        converters, converters_line = value.fields.get("converters", ([], line))
         names = [converter.name.partition(".")[0] for converter in converters if isinstance(converter, Call)]
-        return [*settings, Setting("model.converters", [name.lower() for name in names], at)]
+        return [*settings, Setting("model.converters", [name.lower() for name in names], converters_line)]

@@ -78,32 +78,32 @@ def run_script(text: str, variables: Mapping[str, str] | None = None) -> Script:
 
 def tokens(text: str) -> Iterator[Token]:
     """Yield the words and operators of a script. Comments and the text of here-documents are left out."""
-    at, line, size = 0, 1, len(text)
+    position, line, size = 0, 1, len(text)
     word, begin = "", 1
     delimiters: list[str] = []  # ends of here-documents
-    while at < size:
-        char = text[at]
-        if char == "\\" and at + 1 < size:
-            if text[at + 1] == "\n":
+    while position < size:
+        char = text[position]
+        if char == "\\" and position + 1 < size:
+            if text[position + 1] == "\n":
                 line += 1
             else:
                 begin = begin if word else line
-                word += text[at : at + 2]
-            at += 2
+                word += text[position : position + 2]
+            position += 2
             continue
-        end = _end_of_quoted(text, at)
-        if end > at:
+        end = _end_of_quoted(text, position)
+        if end > position:
             begin = begin if word else line
-            word += text[at:end]
-            line += text.count("\n", at, end)
-            at = end
+            word += text[position:end]
+            line += text.count("\n", position, end)
+            position = end
             continue
         if char == "(" and word.endswith("=") and re.fullmatch(r"[A-Za-z_]\w*\+?=", word):  # an array begins
             yield Token(word + ARRAY, begin)
             word = ""
-            at += 1
+            position += 1
             continue
-        symbol = next((candidate for candidate in OPERATORS if text.startswith(candidate, at)), "")
+        symbol = next((candidate for candidate in OPERATORS if text.startswith(candidate, position)), "")
         if symbol or char in " \t\r" or (char == "#" and not word):
             if symbol[:1] in (">", "<") and symbol and word.isdecimal():  # a file's number, as in 2>&1
                 word = ""
@@ -113,58 +113,58 @@ def tokens(text: str) -> Iterator[Token]:
                     delimiters[-1] = word.strip("'\"")
                 word = ""
             if char == "#":
-                at = text.find("\n", at) if "\n" in text[at:] else size
+                position = text.find("\n", position) if "\n" in text[position:] else size
                 continue
             if symbol:
                 if symbol == "<<":
                     delimiters.append("")
-                    at += text.startswith("<<-", at)
+                    position += text.startswith("<<-", position)
                 yield Token(symbol, line, is_operator=True)
             line += symbol == "\n"
-            at += len(symbol) or 1
+            position += len(symbol) or 1
             if symbol == "\n" and delimiters and all(delimiters):
-                while delimiters and at < size:
-                    stop = text.find("\n", at)
+                while delimiters and position < size:
+                    stop = text.find("\n", position)
                     stop = size if stop < 0 else stop
-                    if text[at:stop].strip() == delimiters[0]:
+                    if text[position:stop].strip() == delimiters[0]:
                         delimiters.pop(0)
-                    at, line = min(size, stop + 1), line + 1
+                    position, line = min(size, stop + 1), line + 1
                 delimiters.clear()
             continue
         begin = begin if word else line
         word += char
-        at += 1
+        position += 1
     if word:
         yield Token(word, begin)
 
 
-def _end_of_quoted(text: str, at: int) -> int:
-    """Return the end of the quoted part, substitution or parameter that begins at `at`; `at` if none does."""
-    if text[at] == "'":
-        end = text.find("'", at + 1)
+def _end_of_quoted(text: str, position: int) -> int:
+    """Return the end of the quoted part, substitution or parameter at `position`; `position` if there is none."""
+    if text[position] == "'":
+        end = text.find("'", position + 1)
         return len(text) if end < 0 else end + 1
-    if text[at] == '"':
-        return _closing(text, at + 1, '"')
-    if text[at] == "`":
-        return _closing(text, at + 1, "`")
-    if text.startswith("${", at):
-        return _closing(text, at + 2, "}")
-    if text.startswith("$((", at):
-        end = text.find("))", at)
+    if text[position] == '"':
+        return _closing(text, position + 1, '"')
+    if text[position] == "`":
+        return _closing(text, position + 1, "`")
+    if text.startswith("${", position):
+        return _closing(text, position + 2, "}")
+    if text.startswith("$((", position):
+        end = text.find("))", position)
         return len(text) if end < 0 else end + 2
-    if text.startswith("$(", at):
-        return _closing(text, at + 2, ")")
-    return at
+    if text.startswith("$(", position):
+        return _closing(text, position + 2, ")")
+    return position
 
 
-def _closing(text: str, at: int, closing: str) -> int:
-    while at < len(text) and text[at] != closing:
-        if text[at] == "\\":
-            at += 2
+def _closing(text: str, position: int, closing: str) -> int:
+    while position < len(text) and text[position] != closing:
+        if text[position] == "\\":
+            position += 2
             continue
-        nested = at if closing == '"' and text[at] in "'\"" else _end_of_quoted(text, at)
-        at = nested if nested > at else at + 1
-    return min(len(text), at + 1)
+        nested = position if closing == '"' and text[position] in "'\"" else _end_of_quoted(text, position)
+        position = nested if nested > position else position + 1
+    return min(len(text), position + 1)
 
 
 @dataclass
@@ -174,37 +174,37 @@ class _Runner:
     script: Script
     fixed: Mapping[str, str]
     tokens: Sequence[Token]
-    at: int = 0
+    position: int = 0
 
     def block(self, ends: frozenset[str], *, active: bool) -> str:
         """Follow commands until a word of `ends`, and return this word ("": the end of the script)."""
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
+        while self.position < len(self.tokens):
+            token = self.tokens[self.position]
             if token.is_operator or token.text in ("{", "}", "then", "do", "!", "function"):
-                self.at += 1
+                self.position += 1
                 if token.text == ";;" and ";;" in ends:
                     return ";;"
                 continue
             if token.text in ends:
-                self.at += 1
+                self.position += 1
                 return token.text
             if token.text == "if":
-                self.at += 1
+                self.position += 1
                 self._if(active=active)
             elif token.text in ("for", "while", "until", "select"):
-                self.at += 1
+                self.position += 1
                 if active:
                     self.script.notes.append(f"line {token.line}: a loop is not followed")
                 self.block(frozenset({"done"}), active=False)
             elif token.text == "case":
-                self.at += 1
+                self.position += 1
                 self._case(active=active)
             else:
                 self._command(active=active)
         return ""
 
     def _if(self, *, active: bool) -> None:
-        line, decided = self.tokens[self.at].line if self.at < len(self.tokens) else 0, False
+        line, decided = self.tokens[self.position].line if self.position < len(self.tokens) else 0, False
         word = "if"
         while word in ("if", "elif"):
             condition = [token for token in self._until("then") if token.text not in (";", "\n")]
@@ -219,10 +219,10 @@ class _Runner:
 
     def _until(self, *ends: str) -> Sequence[Token]:
         """Go to the next token that is one of `ends`, and return the tokens before it."""
-        begin = self.at
-        while self.at < len(self.tokens) and self.tokens[self.at].text not in ends:
-            self.at += 1
-        return self.tokens[begin : self.at]
+        begin = self.position
+        while self.position < len(self.tokens) and self.tokens[self.position].text not in ends:
+            self.position += 1
+        return self.tokens[begin : self.position]
 
     def _test(self, condition: Sequence[Token]) -> bool | None:
         """Return whether a condition holds (None: it depends on a value that is not known)."""
@@ -242,16 +242,16 @@ class _Runner:
     def _case(self, *, active: bool) -> None:
         head = self._until("in")
         subject = "".join(word.text for word in self.expand(head[0])) if head else ""
-        self.at += 1
+        self.position += 1
         is_known, decided = UNSET not in subject, False
         if active and not is_known:
             self.script.notes.append(f"line {head[0].line}: the case of {subject} is not known, and none is followed")
-        while self.at < len(self.tokens):
+        while self.position < len(self.tokens):
             patterns = [token.text.strip("\"'") for token in self._until(")", "esac") if not token.is_operator]
-            if self.at >= len(self.tokens) or self.tokens[self.at].text == "esac":
-                self.at += 1
+            if self.position >= len(self.tokens) or self.tokens[self.position].text == "esac":
+                self.position += 1
                 return
-            self.at += 1
+            self.position += 1
             fits = is_known and not decided and any(fnmatchcase(subject, pattern) for pattern in patterns)
             decided = decided or fits
             if self.block(frozenset({";;", "esac"}), active=active and fits) != ";;":
@@ -260,15 +260,15 @@ class _Runner:
     def _command(self, *, active: bool) -> None:
         words: list[Word] = []
         declares = False
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
+        while self.position < len(self.tokens):
+            token = self.tokens[self.position]
             if token.is_operator:
                 if token.text in (">", ">>", "<", "<<", "<<<"):
-                    duplicates = [next_token.text for next_token in self.tokens[self.at + 1 : self.at + 2]] == ["&"]
-                    self.at += 3 if duplicates else 2
+                    duplicates = [word.text for word in self.tokens[self.position + 1 : self.position + 2]] == ["&"]
+                    self.position += 3 if duplicates else 2
                     continue
                 break
-            self.at += 1
+            self.position += 1
             assignment = re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", token.text, re.DOTALL)
             if assignment and (declares or not words):
                 self._assign(assignment[1], bool(assignment[2]), Token(assignment[3], token.line), active=active)
@@ -285,7 +285,7 @@ class _Runner:
             for token in self._until(")"):
                 if not token.is_operator and active:
                     words += self.expand(token)
-            self.at += 1
+            self.position += 1
         else:
             text = " ".join(word.text for word in self.expand(value, split=False))
             old_word = (self.script.value(name) if adds else None) or Word("", value.line)
@@ -333,59 +333,59 @@ class _Runner:
 
     def _parts(self, token: Token) -> Iterator[tuple[str | list[Word], bool, int]]:
         """Yield the parts of a raw word: the text (or the words of an array), whether it was quoted, and its line."""
-        raw, at, line = token.text, 0, token.line
-        while at < len(raw):
-            end = _end_of_quoted(raw, at)
-            if raw[at] == "'" and end > at:
-                yield raw[at + 1 : end - 1], True, line
-            elif raw[at] == '"' and end > at:
-                yield from self._in_quotes(raw[at + 1 : end - 1], line)
-            elif raw[at] == "$" or raw[at] == "`":
-                value, end = self._value(raw, at, line)
+        raw, start, line = token.text, 0, token.line
+        while start < len(raw):
+            end = _end_of_quoted(raw, start)
+            if raw[start] == "'" and end > start:
+                yield raw[start + 1 : end - 1], True, line
+            elif raw[start] == '"' and end > start:
+                yield from self._in_quotes(raw[start + 1 : end - 1], line)
+            elif raw[start] == "$" or raw[start] == "`":
+                value, end = self._value(raw, start, line)
                 if isinstance(value, list):
                     value = [Word(piece, word.line) for word in value for piece in word.text.split()]
                 yield (value, False, line) if isinstance(value, list) else (value.text, False, value.line)
-            elif raw[at] == "\\":
-                end = at + 2
-                yield raw[at + 1 : end], True, line
+            elif raw[start] == "\\":
+                end = start + 2
+                yield raw[start + 1 : end], True, line
             else:
-                match = re.match(r"[^'\"$\\`]+", raw[at:])
-                end = at + (len(match[0]) if match else 1)
-                yield raw[at:end], True, line
-            line += raw.count("\n", at, end)
-            at = end
+                match = re.match(r"[^'\"$\\`]+", raw[start:])
+                end = start + (len(match[0]) if match else 1)
+                yield raw[start:end], True, line
+            line += raw.count("\n", start, end)
+            start = end
 
     def _in_quotes(self, text: str, line: int) -> Iterator[tuple[str | list[Word], bool, int]]:
-        at = 0
+        start = 0
         yield "", True, line
-        while at < len(text):
-            if text[at] in "$`":
-                value, end = self._value(text, at, line)
+        while start < len(text):
+            if text[start] in "$`":
+                value, end = self._value(text, start, line)
                 yield (value, True, line) if isinstance(value, list) else (value.text, True, line)
-            elif text[at] == "\\" and at + 1 < len(text):
-                end = at + 2
-                is_escape = text[at + 1] in '"$`\\\n'
-                yield ("\n" if text[at + 1] == "\n" else text[at + 1]) if is_escape else text[at:end], True, line
+            elif text[start] == "\\" and start + 1 < len(text):
+                end = start + 2
+                escaped = text[start + 1] in '"$`\\\n'
+                yield ("\n" if text[start + 1] == "\n" else text[start + 1]) if escaped else text[start:end], True, line
             else:
-                match = re.match(r"[^$\\`]+", text[at:])
-                end = at + (len(match[0]) if match else 1)
-                yield text[at:end], True, line
-            line += text.count("\n", at, end)
-            at = end
+                match = re.match(r"[^$\\`]+", text[start:])
+                end = start + (len(match[0]) if match else 1)
+                yield text[start:end], True, line
+            line += text.count("\n", start, end)
+            start = end
 
-    def _value(self, text: str, at: int, line: int) -> tuple[Word | list[Word], int]:
+    def _value(self, text: str, start: int, line: int) -> tuple[Word | list[Word], int]:
         """Return the value of a substitution, and its end in the text."""
-        end = _end_of_quoted(text, at)
-        if text.startswith("$((", at):
-            return Word(self._arithmetic(text[at + 3 : end - 2]), line), end
-        if text.startswith("${", at):
-            return self._parameter(text[at + 2 : end - 1], line), end
-        if end > at:  # the output of a command, which is not known
-            return Word(f"{UNSET}{text[at:end].strip('$`()')}}}".replace(" ", "_"), line), end
-        if match := re.match(r"\$([A-Za-z_]\w*|[0-9@*#?])", text[at:]):
+        end = _end_of_quoted(text, start)
+        if text.startswith("$((", start):
+            return Word(self._arithmetic(text[start + 3 : end - 2]), line), end
+        if text.startswith("${", start):
+            return self._parameter(text[start + 2 : end - 1], line), end
+        if end > start:  # the output of a command, which is not known
+            return Word(f"{UNSET}{text[start:end].strip('$`()')}}}".replace(" ", "_"), line), end
+        if match := re.match(r"\$([A-Za-z_]\w*|[0-9@*#?])", text[start:]):
             words = self.script.variables.get(match[1])
-            return words[0] if words else Word(f"{UNSET}{match[1]}}}", line), at + len(match[0])
-        return Word("$", line), at + 1
+            return words[0] if words else Word(f"{UNSET}{match[1]}}}", line), start + len(match[0])
+        return Word("$", line), start + 1
 
     def _parameter(self, inner: str, line: int) -> Word | list[Word]:
         match = re.fullmatch(r"(#?)([A-Za-z_]\w*|[0-9@])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*)|(.*))", inner, re.DOTALL)

@@ -83,8 +83,8 @@ def read_arguments(arguments: Sequence[Setting]) -> tuple[list[Setting], dict[st
         if key in ("module", "config", "job.config_file"):
             selected[key] = str(value)
         else:
-            off = re.fullmatch(r"(\w+\.)no[-_](\w+)", key) if value is True else None
-            settings.append(Setting(off[1] + off[2], False, line) if off else Setting(key, value, line))
+            match = re.fullmatch(r"(\w+\.)no[-_](\w+)", key) if value is True else None
+            settings.append(Setting(match[1] + match[2], False, line) if match else Setting(key, value, line))
     return settings, selected
 
 

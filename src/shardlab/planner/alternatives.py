@@ -132,11 +132,11 @@ def _meshes(plan: Plan) -> Iterator[Choice]:
         size = getattr(mesh, axis)
         for other in (size * 2, size // 2):
             if other and (mesh.dp_shard * size) % other == 0:
-                wider = replace(mesh, **{axis: other, "dp_shard": mesh.dp_shard * size // other})
+                new_mesh = replace(mesh, **{axis: other, "dp_shard": mesh.dp_shard * size // other})
                 schedule_fields = (
                     {"schedule": "1f1b", "stages_per_rank": None} if axis == "pp" and 1 in (size, other) else {}
                 )
-                yield "speed", f"{axis} {other} instead of {size}", {"mesh": wider, **schedule_fields}
+                yield "speed", f"{axis} {other} instead of {size}", {"mesh": new_mesh, **schedule_fields}
 
 
 def _sharing(plan: Plan) -> Iterator[Choice]:
@@ -148,8 +148,8 @@ def _sharing(plan: Plan) -> Iterator[Choice]:
         if 0 <= other <= 3 and not (mesh.dp_replicate > 1 and other == 0):
             yield "fit", f"{ZERO[other]} instead of {ZERO[stage]}", {"zero": other}
     if stage and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0:
-        wider = replace(mesh, dp_replicate=mesh.dp_replicate * 2, dp_shard=mesh.dp_shard // 2)
-        yield "fit", f"{wider.dp_replicate} replicas of {wider.dp_shard} shards each", {"mesh": wider, "wide": False}
+        split = replace(mesh, dp_replicate=mesh.dp_replicate * 2, dp_shard=mesh.dp_shard // 2)
+        yield "fit", f"{split.dp_replicate} replicas of {split.dp_shard} shards each", {"mesh": split, "wide": False}
     if mesh.dp_replicate > 1:
         merged = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_shard * mesh.dp_replicate)
         yield "fit", f"shards over all {merged.dp_shard} ranks, no replicas", {"mesh": merged, "wide": False}
@@ -170,8 +170,8 @@ def _words(problem: Problem, best: Candidate) -> Iterator[Choice]:
         if other and (problem.sequences // plan.data_ranks) % other == 0:
             yield "batch", f"microbatches of {other} instead of {size}", {"size": other}
     if plan.mesh.tp > 1:
-        now = plan.sequence_parallel
-        yield "speed", f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}
+        enabled = plan.sequence_parallel
+        yield "speed", f"with{'out' * enabled} sequence parallelism", {"sequence_parallel": not enabled}
     if plan.mesh.pp > 1:
         for schedule, stages in (("1f1b", None), ("interleaved-1f1b", 2), ("zb-h1", None), ("gpipe", None)):
             if schedule != plan.schedule:
@@ -225,14 +225,14 @@ def _difference_text(answer: Answer, best: Answer) -> str:
     """Return the part of the step time that differs most, before and after, as shares of the chosen plan's step."""
     if answer.shares is None or best.shares is None:
         return ""
-    theirs, ours = answer.shares.parts, best.shares.parts
+    parts, best_parts = answer.shares.parts, best.shares.parts
     times = answer.forecast.seconds / best.forecast.seconds
-    differences = {name: theirs.get(name, 0.0) * times - ours.get(name, 0.0) for name in {*theirs, *ours}}
+    differences = {name: parts.get(name, 0.0) * times - best_parts.get(name, 0.0) for name in {*parts, *best_parts}}
     if not differences:
         return ""
     name = max(sorted(differences), key=lambda name: abs(differences[name]))
     if abs(differences[name]) < TELLING:
         return ""
     part = name if name in (COMPUTE, IDLE) else f"exposed {name}"
-    old, new = (max(0.0, share) for share in (ours.get(name, 0.0), theirs.get(name, 0.0) * times))  # of rounding
+    old, new = (max(0.0, share) for share in (best_parts.get(name, 0.0), parts.get(name, 0.0) * times))  # of rounding
     return f" ({part} {old:.1%} → {new:.1%})"

@@ -131,18 +131,18 @@ def choose(
     began = time.monotonic()
     if not any(has_plan(problem, mesh) for mesh in meshes(problem)):
         raise UserError(explain_empty_space(problem))
-    error, ran = expected_error(problem), measured_outcomes(problem, measured or (), workers)
+    error, runs = expected_error(problem), measured_outcomes(problem, measured or (), workers)
     results = Search(
         problem,
         workers,
         budget=budget.part(SEARCHED),
         on_progress=on_progress,
-        slack=0.0 if measured is None else slack(ran, error),
+        slack=0.0 if measured is None else slack(runs, error),
         families=families,
         ran_out=out_of_memory(measured or ()),
     ).run()
     queries = TimedQueries(problem, workers, began + budget.seconds)
-    model = None if measured is None or not (results.best or ran) else fit_errors(results, ran, error, queries)
+    model = None if measured is None or not (results.best or runs) else fit_errors(results, runs, error, queries)
     if results.best is None:
         raise UserError(explain_no_fit(problem, results))
     return _give_reasons(results, results.best, queries, budget, model)
@@ -154,8 +154,8 @@ def _give_reasons(
     """Compute why the best plan is the best and what would make it faster, the most important questions first."""
     problem = queries.problem
     pending = queries.ask(Query(best.candidate, best.forecast, shares=True))
-    doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
-    gain_futures = [queries.ask(Query(best.candidate), change) for change in doubled]
+    resources: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
+    gain_futures = [queries.ask(Query(best.candidate), change) for change in resources]
     alternatives = nearest_alternatives(problem, best.candidate, queries, results.fitting)
     rows = sorted(results.families().values(), key=lambda outcome: family_order(outcome.family))
     helps = _gain_of_memory(best, queries, budget)
@@ -168,25 +168,25 @@ def _give_reasons(
     workload, path = problem.workload(best.candidate), dict[str, float]()
     if queries.remaining_seconds > trace_seconds(workload):
         path = trace_or_none(lambda: path_seconds(workload)) or {}
-    studied = {name: queries.answer(future, LIMITS) for name, future in share_futures.items()} | {best.family: answer}
-    for change, future in zip(doubled, gain_futures, strict=True):
+    answers = {name: queries.answer(future, LIMITS) for name, future in share_futures.items()} | {best.family: answer}
+    for change, future in zip(resources, gain_futures, strict=True):
         if (study := queries.answer(future, "what would help")) is not None:
             helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
-    families = [(outcome, studied.get(outcome.family) or Answer(outcome.forecast, None)) for outcome in rows]
+    families = [(outcome, answers.get(outcome.family) or Answer(outcome.forecast, None)) for outcome in rows]
     return PlanChoice(problem, results, best, answer, families, path, reasons(), helps, str(queries), model)
 
 
 def _gain_of_memory(best: PlanOutcome, queries: TimedQueries, budget: Budget) -> dict[Change, float]:
     """Return the gain from twice the memory, by a search for a clearly faster plan (empty: the time was too short)."""
-    roomy = Search(
+    results = Search(
         queries.problem,
         queries.workers,
         budget=Budget(min(ROOMY_SHARE * budget.seconds, queries.remaining_seconds / 2), ROOMY_SHARE * budget.forecasts),
         change="memory",
         best=(1 - NOTABLE) * best.forecast.seconds,
     ).run()
-    fastest = min([best.forecast.seconds, *(outcome.seconds for outcome in roomy.fitting)])
-    conclusive = roomy.complete or fastest < best.forecast.seconds
+    fastest = min([best.forecast.seconds, *(outcome.seconds for outcome in results.fitting)])
+    conclusive = results.complete or fastest < best.forecast.seconds
     return {"memory": best.forecast.seconds / fastest - 1} if conclusive else {}
 
 

@@ -90,8 +90,8 @@ def _data_parallel_text(plan: Plan) -> str:
 
 
 def _recompute_text(plan: Plan, blocks: int) -> str:
-    if home := re.search(r"\boffload=[^,]*activations:(\w+)", plan.passes or ""):
-        return f"every block computed again in the backward pass, from an input that is kept on the {home[1]}"
+    if offload := re.search(r"\boffload=[^,]*activations:(\w+)", plan.passes or ""):
+        return f"every block computed again in the backward pass, from an input that is kept on the {offload[1]}"
     if isinstance(plan.recompute, tuple):
         return f"{len(plan.recompute)} of {blocks} blocks computed again in the backward pass"
     if modules := modules_of(plan.recompute):
@@ -100,11 +100,11 @@ def _recompute_text(plan: Plan, blocks: int) -> str:
         return f"all of a block but {', '.join(sorted(POLICIES[plan.recompute]))} computed again in the backward pass"
     if plan.counted_recompute is not None:
         word, number = plan.counted_recompute
-        several = counted(number, "block")
+        blocks_text = counted(number, "block")
         return {
-            "every": f"one of {several} computed again in the backward pass",
-            "first": f"the first {several} of each stage computed again in the backward pass",
-            "uniform": f"every block computed again in the backward pass, from one input of {several}",
+            "every": f"one of {blocks_text} computed again in the backward pass",
+            "first": f"the first {blocks_text} of each stage computed again in the backward pass",
+            "uniform": f"every block computed again in the backward pass, from one input of {blocks_text}",
         }[word]
     return {
         "none": "nothing computed again",

@@ -88,20 +88,20 @@ class ErrorModel:
         usual, indices = (self.error / TO_MEAN) ** 2, [*self.measured]
         if len(indices) < 2:
             return usual
-        inner = self._covariance(usual, indices)
-        apart = self.errors - self._common(inner)
-        return usual * max(1.0, float(apart @ np.linalg.solve(inner, apart)) / (len(indices) - 1))
+        covariance = self._covariance(usual, indices)
+        deviations = self.errors - self._common(covariance)
+        return usual * max(1.0, float(deviations @ np.linalg.solve(covariance, deviations)) / (len(indices) - 1))
 
     def _covariance(self, variance: float, indices: Sequence[int]) -> Array:
         """Return the covariance of some measured errors without the common part: (indices, indices)."""
         return variance * self.kernel[np.ix_(indices, indices)] + NOISE**2 * np.eye(len(indices))
 
-    def _common(self, inner: Array) -> float:
+    def _common(self, covariance: Array) -> float:
         """Return the common error of the measured plans.
 
-        `inner` is the covariance of their errors without the common part.
+        `covariance` is the covariance of their errors without the common part.
         """
-        ones = np.linalg.solve(inner, np.ones(len(inner)))
+        ones = np.linalg.solve(covariance, np.ones(len(covariance)))
         return float(ones @ self.errors / ones.sum())
 
     @cached_property
@@ -115,8 +115,8 @@ class ErrorModel:
             [[shares.parts.get(name, 0.0) if shares else 0.0 for name in self.entries] for shares in self.shares]
         )
         squares = (part_shares**2).sum(axis=1)
-        apart = squares[:, None] + squares - 2 * part_shares @ part_shares.T
-        specific = np.exp(-apart / (2 * TELLING**2)) * (similarity == 1)
+        distances = squares[:, None] + squares - 2 * part_shares @ part_shares.T
+        specific = np.exp(-distances / (2 * TELLING**2)) * (similarity == 1)
         return OF_PARTS * self.parts @ self.parts.T + OF_COMPUTING * similarity**STEEP + OWN * specific
 
     @cached_property
@@ -151,17 +151,17 @@ class ErrorModel:
         indices = list(places)
         if not indices:
             return np.zeros((len(self.plans), 0)), self.prior
-        apart, inner = self.variance * self.kernel, self._covariance(self.variance, indices)
-        gain: Array = np.linalg.solve(inner, apart[indices]).T.astype(np.float64)
-        ones = np.linalg.solve(inner, np.ones(len(indices)))
+        kernel, measured_covariance = self.variance * self.kernel, self._covariance(self.variance, indices)
+        gain: Array = np.linalg.solve(measured_covariance, kernel[indices]).T.astype(np.float64)
+        ones = np.linalg.solve(measured_covariance, np.ones(len(indices)))
         common_weights = 1 - gain.sum(axis=1)  # weight of the common error that similar plans do not provide
-        covariance = apart - gain @ apart[indices] + np.outer(common_weights, common_weights) / ones.sum()
+        covariance = kernel - gain @ kernel[indices] + np.outer(common_weights, common_weights) / ones.sum()
         return gain + np.outer(common_weights, ones / ones.sum()), covariance
 
     @cached_property
     def errors(self) -> Array:
         """Measured errors, log(measured / predicted): (measured,)."""
-        return np.array([log(seconds / self.plans[at].seconds) for at, seconds in self.measured.items()])
+        return np.array([log(seconds / self.plans[index].seconds) for index, seconds in self.measured.items()])
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -171,20 +171,21 @@ class ErrorModel:
             outcome.seconds * exp(float(correction))
             for outcome, correction in zip(self.plans, corrections, strict=True)
         ]
-        return [self.measured.get(at, seconds) for at, seconds in enumerate(predicted)]
+        return [self.measured.get(index, seconds) for index, seconds in enumerate(predicted)]
 
     @cached_property
     def expected_errors(self) -> list[float]:
         """Expected relative error of each of `seconds`."""
         variances = np.diag(self.condition_on([*self.measured])[1])
         return [
-            TO_MEAN * (NOISE if at in self.measured else sqrt(max(0.0, float(v)))) for at, v in enumerate(variances)
+            TO_MEAN * (NOISE if index in self.measured else sqrt(max(0.0, float(v))))
+            for index, v in enumerate(variances)
         ]
 
     def expected_error_of(self, candidate: Candidate) -> float:
         """Return the expected relative error of one plan's time."""
-        at = next(at for at, outcome in enumerate(self.plans) if outcome.candidate == candidate)
-        return self.expected_errors[at]
+        index = next(index for index, outcome in enumerate(self.plans) if outcome.candidate == candidate)
+        return self.expected_errors[index]
 
     @cached_property
     def factors(self) -> dict[str, float]:
@@ -192,9 +193,9 @@ class ErrorModel:
         indices = [*self.measured]
         if not indices:
             return dict.fromkeys(self.names, 1.0)
-        inner = self._covariance(self.variance, indices)
-        common = self._common(inner)
-        solved = self.variance * np.linalg.solve(inner, self.errors - common)
+        covariance = self._covariance(self.variance, indices)
+        common = self._common(covariance)
+        solved = self.variance * np.linalg.solve(covariance, self.errors - common)
         of_parts = OF_PARTS * self.parts[indices].T @ solved
         return {name: exp(common + float(error)) for name, error in zip(self.names, of_parts, strict=True)}
 
@@ -240,25 +241,25 @@ def choose_experiments(model: ErrorModel, count: int) -> list[Experiment]:
     (Jones et al. 1998, "Efficient global optimization of expensive black-box functions"). Little is uncertain about a
     plan that is similar to a measured one, so it is not chosen.
     """
-    best = min(range(len(model.plans)), key=lambda at: (model.seconds[at], at))
+    best = min(range(len(model.plans)), key=lambda index: (model.seconds[index], index))
     observations, experiments = [*model.measured], list[Experiment]()
     if best not in model.measured:
         observations.append(best)
         experiments.append(Experiment(model.plans[best], "the fastest so far; the others are compared with it"))
     while len(experiments) < count:
         covariance = model.condition_on(observations)[1]
-        near = [
-            at
-            for at, seconds in enumerate(model.seconds)
+        candidates = [
+            index
+            for index, seconds in enumerate(model.seconds)
             if seconds <= model.seconds[best] * (1 + model.error)
-            and not any(_are_equally_fast(model, at, one) for one in observations)
+            and not any(_are_equally_fast(model, index, other) for other in observations)
         ]
-        gains = {at: _improvement(model, best, at, covariance) for at in near}
-        at = max(gains, key=lambda place: (gains[place][0], -place), default=best)
-        if at == best or gains[at][0] < WORTH:
+        gains = {index: _improvement(model, best, index, covariance) for index in candidates}
+        index = max(gains, key=lambda place: (gains[place][0], -place), default=best)
+        if index == best or gains[index][0] < WORTH:
             break
-        experiments.append(Experiment(model.plans[at], _reason_text(model, best, at, gains[at][1])))
-        observations.append(at)
+        experiments.append(Experiment(model.plans[index], _reason_text(model, best, index, gains[index][1])))
+        observations.append(index)
     return experiments
 
 
@@ -267,31 +268,34 @@ def _are_equally_fast(model: ErrorModel, one: int, other: int) -> bool:
     return isclose(model.plans[one].seconds, model.plans[other].seconds, rel_tol=1e-9)
 
 
-def _improvement(model: ErrorModel, best: int, at: int, covariance: Array) -> tuple[float, float]:
+def _improvement(model: ErrorModel, best: int, index: int, covariance: Array) -> tuple[float, float]:
     """Return a plan's expected improvement over the best one, as a share of the step, and the chance that it is faster.
 
     Args:
         covariance: covariance of the errors, given the plans that are measured or chosen so far: (plans, plans).
     """
-    slower = model.seconds[at] / model.seconds[best] - 1
-    spread = sqrt(max(1e-12, float(covariance[at, at] + covariance[best, best] - 2 * covariance[at, best])))
+    slower = model.seconds[index] / model.seconds[best] - 1
+    spread = sqrt(max(1e-12, float(covariance[index, index] + covariance[best, best] - 2 * covariance[index, best])))
     chance = 0.5 * (1 + erf(-slower / spread / sqrt(2)))
     return spread * exp(-0.5 * (slower / spread) ** 2) / sqrt(2 * pi) - slower * chance, chance
 
 
-def _reason_text(model: ErrorModel, best: int, at: int, chance: float) -> str:
+def _reason_text(model: ErrorModel, best: int, index: int, chance: float) -> str:
     """Return in words how likely a plan is to be faster than the best one, and in which uncertain parts they differ."""
-    slower = model.seconds[at] / model.seconds[best] - 1
-    fastest, candidate = model.plans[best].candidate, model.plans[at].candidate
+    slower = model.seconds[index] / model.seconds[best] - 1
+    fastest, candidate = model.plans[best].candidate, model.plans[index].candidate
     subjects = _differing(computation_choices(fastest), computation_choices(candidate))
-    mine, other = model.shares[best], model.shares[at]
-    if mine and other:
+    best_shares, shares = model.shares[best], model.shares[index]
+    if best_shares and shares:
         differences = {
-            name: other.parts.get(name, 0.0) - mine.parts.get(name, 0.0) for name in {*mine.parts, *other.parts}
+            name: shares.parts.get(name, 0.0) - best_shares.parts.get(name, 0.0)
+            for name in {*best_shares.parts, *shares.parts}
         }
         name = max(sorted(differences), key=lambda name: differences[name])
         if differences[name] >= TELLING:
-            subjects.append(f"{name} ({other.parts[name]:.1%} of its step instead of {mine.parts.get(name, 0.0):.1%})")
+            subjects.append(
+                f"{name} ({shares.parts[name]:.1%} of its step instead of {best_shares.parts.get(name, 0.0):.1%})"
+            )
     subjects = subjects or _differing(chosen_fields(fastest.plan), chosen_fields(candidate.plan))
     subject_text = f"; it differs in {', '.join(subjects)}" if subjects else ""
     return f"expected {slower:.1%} slower, and faster with a chance of {chance:.0%}{subject_text}"
@@ -422,19 +426,21 @@ def fit_errors(
         error: mean absolute relative error of a prediction.
         queries: queries for the parts of step times, as long as there is time.
     """
-    ran = [outcome for outcome, _ in measured]
-    others = [outcome for outcome in results.outcomes if outcome.candidate not in {one.candidate for one in ran}]
-    plans = [*ran, *sorted((outcome for outcome in others if outcome.fits), key=lambda outcome: outcome.rank)]
+    runs = [outcome for outcome, _ in measured]
+    others = [outcome for outcome in results.outcomes if outcome.candidate not in {run.candidate for run in runs}]
+    plans = [*runs, *sorted((outcome for outcome in others if outcome.fits), key=lambda outcome: outcome.rank)]
     shares: dict[int, StepShares | None] = {}
-    places = {at: seconds for at, (_, seconds) in enumerate(measured)}
+    places = {index: seconds for index, (_, seconds) in enumerate(measured)}
     while True:
-        model = ErrorModel(plans, [shares.get(at) for at in range(len(plans))], places, error)
-        fastest = sorted(range(len(plans)), key=lambda at: model.seconds[at])[:LOOKED_AT]
+        model = ErrorModel(plans, [shares.get(index) for index in range(len(plans))], places, error)
+        fastest = sorted(range(len(plans)), key=lambda index: model.seconds[index])[:LOOKED_AT]
         if not (unknown := {*places, *fastest} - shares.keys()):
             break
-        pending = {at: queries.ask(Query(plans[at].candidate, plans[at].forecast, shares=True)) for at in unknown}
-        answers = {at: queries.answer(future, LOOKED_FOR) for at, future in pending.items()}
-        shares |= {at: answer and answer.shares for at, answer in answers.items()}
+        pending = {
+            index: queries.ask(Query(plans[index].candidate, plans[index].forecast, shares=True)) for index in unknown
+        }
+        answers = {index: queries.answer(future, LOOKED_FOR) for index, future in pending.items()}
+        shares |= {index: answer and answer.shares for index, answer in answers.items()}
     if measured:
         corrected = [replace(outcome, corrected=seconds) for outcome, seconds in zip(plans, model.seconds, strict=True)]
         results.outcomes = [*corrected, *(outcome for outcome in others if not outcome.fits)]

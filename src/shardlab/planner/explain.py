@@ -29,19 +29,19 @@ def _state(choice: PlanChoice) -> list[str]:
         for stage in range(4)
     ]
     weights, gradients, optimizer = zero[0]
-    whole = weights + gradients + optimizer
-    comparison = "more than" if whole > capacity else "of"
+    total = weights + gradients + optimizer
+    comparison = "more than" if total > capacity else "of"
     count_text = f"{count / 1e9:,.2f} billion" if count >= 1e8 else f"{count:,}"
     lines = [
         f"{count_text} parameters in {precision.name}: weights {bytes_text(weights, 1)}, gradients "
         f"{bytes_text(gradients, 1)}, {problem.optimizer}'s state {bytes_text(optimizer, 1)}; together "
-        f"{bytes_text(whole, 1)}, {comparison} the {memory_text(capacity)} of a device"
+        f"{bytes_text(total, 1)}, {comparison} the {memory_text(capacity)} of a device"
     ]
     if devices > 1:
         zero_text = ", ".join(f"ZeRO-{stage} {bytes_text(sum(zero[stage]), 1)}" for stage in (1, 2, 3))
         lines.append(f"shared over {devices:,} devices: {zero_text} on each")
-    costs, alone = PassCosts(problem), Candidate(Plan(), 1, precision)
-    none, full = costs.of(alone, "none"), costs.of(alone, "full")
+    costs, single = PassCosts(problem), Candidate(Plan(), 1, precision)
+    none, full = costs.of(single, "none"), costs.of(single, "full")
     lines.append(
         f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.saved_bytes, 1)} of activations, and "
         f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.saved_bytes + full.block, 1)} if every block "

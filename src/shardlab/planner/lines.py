@@ -243,7 +243,7 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
         context = "all_gather" if not can.context or "all_gather" in can.context else can.context[0]
         fields |= {"context": context, "along": mesh.dp_shard == 1 and mesh.ep == 1}
     node = problem.cluster.per_node
-    near = max(1, node // (mesh.tp * mesh.cp * mesh.ep)) if node % (mesh.tp * mesh.cp * mesh.ep) == 0 else 1
+    node_shards = max(1, node // (mesh.tp * mesh.cp * mesh.ep)) if node % (mesh.tp * mesh.cp * mesh.ep) == 0 else 1
     plans: list[tuple[Mesh, int, dict[str, Any]]] = [(mesh, sizes[-1], {"zero": 1})]
     if mesh.pp > 1:
         counts = stage_counts(problem.model.layers, mesh.pp)
@@ -253,8 +253,10 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
         plans = [(mesh, sizes[-1], {"zero": zero, **schedule}) for zero, schedule in product((1, 3), schedules)]
     else:
         plans += [(mesh, size, {"zero": 3}) for size in dict.fromkeys((sizes[0], sizes[-1]))]
-        if mesh.dp_shard > near > 1 and mesh.dp_shard % near == 0:
-            plans.append((replace(mesh, dp_replicate=mesh.dp_shard // near, dp_shard=near), sizes[-1], {"zero": 3}))
+        if mesh.dp_shard > node_shards > 1 and mesh.dp_shard % node_shards == 0:
+            plans.append(
+                (replace(mesh, dp_replicate=mesh.dp_shard // node_shards, dp_shard=node_shards), sizes[-1], {"zero": 3})
+            )
     if splits_given(problem):
         meshes = [replace(mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, mesh.dp_shard)]
         plans = [(plan_mesh, size, options) for plan_mesh in meshes for _, size, options in plans]
@@ -273,8 +275,8 @@ def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
 
     A change affects mesh and microbatch, recomputation, sharding, schedule, context, or precision.
     """
-    near = dict.fromkeys(change_line(problem, line, **changes) for changes in _changes(problem, line))
-    return [neighbour for neighbour in near if neighbour not in (None, line)]
+    lines = dict.fromkeys(change_line(problem, line, **changes) for changes in _changes(problem, line))
+    return [neighbour for neighbour in lines if neighbour not in (None, line)]
 
 
 def every_line(problem: Problem) -> list[Candidate]:
@@ -282,9 +284,9 @@ def every_line(problem: Problem) -> list[Candidate]:
     lines = dict.fromkeys(seeds(problem))
     queue = list(lines)
     while queue:
-        near = [line for line in neighbours(problem, queue.pop()) if line not in lines]
-        lines.update(dict.fromkeys(near))
-        queue += near
+        new_lines = [line for line in neighbours(problem, queue.pop()) if line not in lines]
+        lines.update(dict.fromkeys(new_lines))
+        queue += new_lines
     return list(lines)
 
 

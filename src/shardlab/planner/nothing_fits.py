@@ -87,16 +87,16 @@ def explain_empty_space(problem: Problem) -> str:
             flag, devices_text = f"--{axis.replace('_', '-')} {size}", counted(devices, "device")
             return f"{flag} does not divide {devices_text}; give a size that does, or another number of devices"
     size = limits.micro_batch_size or 1
-    roomy = replace(problem, sequences=devices * size)  # a batch that the ranks of every mesh can share
-    candidates = list(meshes(roomy))
+    relaxed = replace(problem, sequences=devices * size)  # a batch that the ranks of every mesh can share
+    candidates = list(meshes(relaxed))
     if not candidates:
         return (
             f"no mesh of {counted(devices, 'device')}, which are all used, has {limits}; the sizes of its axes "
             f"multiply to {devices:,}: give others, or another number of devices"
         )
-    fewest = min((m.dp_replicate * m.dp_shard * m.ep for m in candidates if has_plan(roomy, m)), default=None)
+    fewest = min((m.dp_replicate * m.dp_shard * m.ep for m in candidates if has_plan(relaxed, m)), default=None)
     if fewest is None or problem.sequences % (fewest * size) == 0:
-        return _refusal_text(problem, next(_refusals(roomy if fewest is None else problem), ""))
+        return _refusal_text(problem, next(_refusals(relaxed if fewest is None else problem), ""))
     batches = f" in microbatches of {size}" if size > 1 else ""
     return (
         f"no plan divides {counted(devices, 'device')} and {counted(problem.sequences, 'sequence')}{_limits(problem)}: "

@@ -74,7 +74,7 @@ class PassCosts:
         """Return the costs of a line's layers: resolve its plan with one pipeline stage, and price each layer."""
         workload, plan = self.problem.workload(line), line.plan
         repeated, model = workload.repeated.sample_layers[:-1], workload.sample.cut
-        alone = Plan(
+        single = Plan(
             replace(plan.mesh, pp=1, dp_replicate=1, dp_shard=1),
             sequence_parallel=plan.sequence_parallel,
             context=plan.context,
@@ -86,11 +86,11 @@ class PassCosts:
         cut = mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep
         key = cut, plan.sequence_parallel, line.precision.name, recompute, plan.stripes
         if key not in self._layers:  # independent of the size of a microbatch
-            self._layers[key] = resolve(alone, sizes, mesh.ep, 0).layers
+            self._layers[key] = resolve(single, sizes, mesh.ep, 0).layers
         layers = self._layers[key]
         kept_sizes = workload.sample.kept_sizes
         cuts = model_layers(sizes).pipeline_cuts
-        prices = LayerPrices(line, model, self.cluster_prices(replace(line, plan=alone)), sizes, layers, self._kernels)
+        prices = LayerPrices(line, model, self.cluster_prices(replace(line, plan=single)), sizes, layers, self._kernels)
         forward: list[float] = []
         backward: list[float] = []
         for layer in range(model.layers):
@@ -251,10 +251,10 @@ class LayerPrices:
         keys, size = self.model.seq_len // pieces, self.line.micro_batch_size
         recipe, cp = self.prices.recipe.kernels, self.mesh.cp
         key_share = 0.5 * (1 + recipe.cp_imbalance * (cp - 1) / cp)  # share of the keys for the busiest rank
-        attended = recipe.run(self.model.attend_kernels(layer, size, queries, keys, key_share, slices * degree))
+        kernels = recipe.run(self.model.attend_kernels(layer, size, queries, keys, key_share, slices * degree))
         kinds = OpKind.ATTEND, OpKind.ATTEND_BACKWARD
-        forward, backward = (pieces * self.prices.layer_seconds(kind, attended) for kind in kinds)
-        backward += pieces * self.prices.attends_again_seconds(layer, attended)
+        forward, backward = (pieces * self.prices.layer_seconds(kind, kernels) for kind in kinds)
+        backward += pieces * self.prices.attends_again_seconds(layer, kernels)
         if self.mesh.cp > 1:
             with suppress(UserError):  # the profile lacks a collective, so such plans have no forecast
                 forward, backward = self._with_exchanges(layer, degree, forward, backward)

@@ -116,20 +116,20 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> dict
     plans = [(share, plan) for share in shares_of(problem, line) if (plan := with_share(problem, line, share))]
     sizes = [SHARES[share] for share, _ in plans]
     low, high = -1, len(plans)  # the share at index `low` does not fit, and the share at `high` does
-    at: int | None = max(place for place, size in enumerate(sizes) if place == 0 or size <= SHARES[start])
-    while at is not None:
-        share, candidate = plans[at]
+    index: int | None = max(place for place, size in enumerate(sizes) if place == 0 or size <= SHARES[start])
+    while index is not None:
+        share, candidate = plans[index]
         if (answer := answer_request(problem, Query(candidate))) is None:
             break
         outcome = explored[share] = PlanOutcome(candidate, answer.forecast)
-        low, high = (low, at) if outcome.fits else (at, high)
+        low, high = (low, index) if outcome.fits else (index, high)
         points = {SHARES[share]: outcome.forecast.memory.unlimited for share, outcome in explored.items()}
-        at = next(
+        index = next(
             (p for p in range(low + 1, high) if _bytes_at(points, guess, sizes[p]) <= problem.usable_bytes),
             None,
         )
-        if at is None and low < high - 1 == len(plans) - 1:  # no share has fitted
-            at = high - 1
+        if index is None and low < high - 1 == len(plans) - 1:  # no share has fitted
+            index = high - 1
     return explored
 
 
@@ -229,8 +229,8 @@ class Goal:
         """
         if self.best == inf:
             return heappop(self.misses)[2] if self.misses else None
-        near = self.best * (1 + (max(EXPANDED, slack) if self.family is None else 0.0))
-        return heappop(self.fitting)[2] if self.fitting and self.fitting[0][0] <= near else None
+        limit = self.best * (1 + (max(EXPANDED, slack) if self.family is None else 0.0))
+        return heappop(self.fitting)[2] if self.fitting and self.fitting[0][0] <= limit else None
 
     @property
     def gives_up(self) -> bool:
@@ -324,7 +324,7 @@ class Search:
 
         Returns False if the budget is used up first. The budget applies only once a plan that fits is known.
         """
-        turn, until = 0, self._began + budget.seconds
+        turn, deadline = 0, self._began + budget.seconds
         self._sort()
         while True:
             while len(self._in_flight) < IN_FLIGHT and not goal.gives_up and self._ask(goal, turn):
@@ -332,9 +332,9 @@ class Search:
             if not self._in_flight:
                 return True
             future, lines, guessed = self._in_flight[0]
-            limited = self._main.best < inf and until < inf
+            limited = self._main.best < inf and deadline < inf
             try:
-                answer = future.result(max(0.0, until - time.monotonic()) if limited else None)
+                answer = future.result(max(0.0, deadline - time.monotonic()) if limited else None)
             except TimeoutError:
                 return False
             self._in_flight.popleft()
@@ -344,16 +344,16 @@ class Search:
                 self._note_explored(goal, lines[0], answer)
             if self._on_progress is not None:
                 self._on_progress(self.results, len(self._queue))
-            exhausted = len(self.results.outcomes) >= budget.forecasts or time.monotonic() >= until
+            exhausted = len(self.results.outcomes) >= budget.forecasts or time.monotonic() >= deadline
             if exhausted and self._main.best < inf:
                 return False
 
     def _add(self, lines: Iterable[Candidate]) -> None:
         """Queue new lines to be guessed."""
-        fresh = [line for line in lines if line not in self._known_lines]
-        self._known_lines.update(fresh)
-        self._unguessed.extend(fresh)
-        self.results.lines += len(fresh)
+        new_lines = [line for line in lines if line not in self._known_lines]
+        self._known_lines.update(new_lines)
+        self._unguessed.extend(new_lines)
+        self.results.lines += len(new_lines)
 
     def _ask(self, goal: Goal, turn: int) -> bool:
         """Ask a worker to guess some lines, or to explore one. Return False if there is nothing to ask."""
@@ -422,8 +422,8 @@ class Search:
     def _expand(self, goal: Goal, plan: Candidate) -> None:
         """Queue the neighbours of a plan to be guessed."""
         with gc_paused():
-            near = neighbours(self.problem, plan)
-        self._add(line for line in near if goal.accepts(family(line.plan)))
+            lines = neighbours(self.problem, plan)
+        self._add(line for line in lines if goal.accepts(family(line.plan)))
 
     def _note_guesses(self, lines: Sequence[Candidate], guesses: Sequence[Guess | None]) -> None:
         for line, guess in zip(lines, guesses, strict=True):

@@ -191,27 +191,27 @@ class TimedQueries:
     Args:
         problem: the problem.
         workers: processes that answer.
-        until: deadline in seconds of `time.monotonic`. After it, no query is sent and no answer is awaited.
+        deadline: time in seconds of `time.monotonic`. After it, no query is sent and no answer is awaited.
 
     Attributes:
         problem, workers: as given.
         missed: number of answers that did not arrive in time, by subject.
     """
 
-    def __init__(self, problem: Problem, workers: Workers, until: float = math.inf) -> None:
+    def __init__(self, problem: Problem, workers: Workers, deadline: float = math.inf) -> None:
         self.problem = problem
-        self.workers, self._until = workers, until
+        self.workers, self._deadline = workers, deadline
         self.missed = Counter[str]()
 
     @property
     def remaining_seconds(self) -> float:
         """Seconds until the deadline."""
-        return max(0.0, self._until - time.monotonic())
+        return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, query: Query, change: Change = "") -> Future[Answer | None] | None:
         """Send a query (None: there is too little time)."""
-        takes = shares_seconds(self.problem.workload(query.candidate)) if query.shares else 0.0
-        return self.workers.submit(partial(forecast_query, query), change) if self.remaining_seconds > takes else None
+        cost = shares_seconds(self.problem.workload(query.candidate)) if query.shares else 0.0
+        return self.workers.submit(partial(forecast_query, query), change) if self.remaining_seconds > cost else None
 
     def answer(self, future: Future[Answer | None] | None, subject: str) -> Answer | None:
         """Wait for an answer (None: the plan is not possible, or the time is up).

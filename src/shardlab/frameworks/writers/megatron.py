@@ -194,10 +194,10 @@ def render(translation: Translation, step: Workload, remarks: Sequence[str]) -> 
         "arguments of the data, the tokenizer, the learning rate and checkpoints follow the script: bash train.sh ..."
     )
     lines = [commented([*remarks, hint]), f"GPUS_PER_NODE={cluster.per_node}\nNNODES={cluster.nodes}\n"]
-    placed = {meaning: group for group, meanings in GROUPS.items() for meaning in meanings}
+    group_of = {meaning: group for group, meanings in GROUPS.items() for meaning in meanings}
     arrays, table = [*GROUPS, "TRAINING"], key_table(megatron.NAME)
     for array in arrays:
-        meanings = [meaning for meaning in translation.values if placed.get(meaning, "TRAINING") == array]
+        meanings = [meaning for meaning in translation.values if group_of.get(meaning, "TRAINING") == array]
         settings = [table.write(meaning, translation.values[meaning]) for meaning in meanings]
         extra = _numbers(cast(GPT, step.model)) if array == "MODEL" else []
         flags = [*_flags(settings), *extra, *(translation.extra_flags if array == "TRAINING" else ())]

@@ -113,11 +113,11 @@ def _translate(step: Workload) -> Translation:
 def flavor_of(step: Workload) -> tuple[str, str]:
     """Return name and flavor of the torchtitan model with the sizes of a step's model; empty texts if there is none."""
     models = cast(dict[str, dict[str, Any]], key_table(torchtitan.NAME).data["models"])
-    mine = model_properties(step.model)
+    properties = model_properties(step.model)
     for name, row in models.items():
         sizes = {key: value for key, value in row.items() if key != "model"} | {"seq_len": step.model.seq_len}
         model = with_written(find_model(row["model"]), sizes, name)
-        if type(model) is type(step.model) and model_properties(model) == mine:
+        if type(model) is type(step.model) and model_properties(model) == properties:
             family, _, flavor = name.partition("/")
             return family, flavor
     return "", ""

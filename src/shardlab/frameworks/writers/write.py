@@ -123,31 +123,31 @@ def differences(step: Workload, translation: Translation, framework: str, model:
     settings = tuple(table.write(meaning, value)._replace(line=1) for meaning, value in translation.values.items())
     config = Config(table, "the file", settings, model="" if translation.says_model else model)
     try:
-        back = FRAMEWORKS[framework].run(config, step.cluster).workload
-        differing = list(_compared(step, back, translation))
+        translated = FRAMEWORKS[framework].run(config, step.cluster).workload
+        rows = list(_compared(step, translated, translation))
     except (UserError, Refused) as error:
         return [f"what {framework} makes of it is not known, since {error}"]
-    return [f"{subject} {mine} ({framework}: {theirs})" for subject, mine, theirs in differing]
+    return [f"{subject} {original} ({framework}: {result})" for subject, original, result in rows]
 
 
-def _compared(step: Workload, back: Workload, translation: Translation) -> Iterator[tuple[str, str, str]]:
+def _compared(step: Workload, translated: Workload, translation: Translation) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each property that differs, with its values in both steps."""
     assert isinstance(step.plan, Plan)
-    assert isinstance(back.plan, Plan)
-    mine, theirs = plan_properties(step, step.plan), plan_properties(back, back.plan)
-    for properties in (mine, theirs):
+    assert isinstance(translated.plan, Plan)
+    original, result = plan_properties(step, step.plan), plan_properties(translated, translated.plan)
+    for properties in (original, result):
         properties |= {} if translation.says_model else {"model": "", "stages": properties["stages"]}
-    mine |= _other_properties(step)
-    theirs |= _other_properties(back)
-    for name in (step.recipe.switches.keys() & back.recipe.switches.keys()) - translation.uncompared:
-        mine[f"recipe's {name}"] = step.recipe.switches[name].value
-        theirs[f"recipe's {name}"] = back.recipe.switches[name].value
+    original |= _other_properties(step)
+    result |= _other_properties(translated)
+    for name in (step.recipe.switches.keys() & translated.recipe.switches.keys()) - translation.uncompared:
+        original[f"recipe's {name}"] = step.recipe.switches[name].value
+        result[f"recipe's {name}"] = translated.recipe.switches[name].value
     if translation.says_model:
-        mine |= model_properties(step.model)
-        theirs |= model_properties(back.model)
-    for name in {**mine, **theirs}:
-        if name not in translation.uncompared and mine.get(name) != theirs.get(name):
-            yield name.replace("_", " "), _text(mine.get(name)), _text(theirs.get(name))
+        original |= model_properties(step.model)
+        result |= model_properties(translated.model)
+    for name in {**original, **result}:
+        if name not in translation.uncompared and original.get(name) != result.get(name):
+            yield name.replace("_", " "), _text(original.get(name)), _text(result.get(name))
 
 
 MOST_LISTED = 8

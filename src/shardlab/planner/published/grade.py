@@ -79,9 +79,11 @@ class GradedCell:
     @property
     def rank_correlation(self) -> float | None:
         """Spearman correlation of predicted and measured speeds (None: fewer than two ran, or all are equally fast)."""
-        ran = [(plan.predicted, plan.measured) for plan in self.candidates if plan.predicted and plan.measured]
+        speeds = [(plan.predicted, plan.measured) for plan in self.candidates if plan.predicted and plan.measured]
         with suppress(StatisticsError):  # fewer than two ran, or all are equally fast
-            return correlation(_ranks([one for one, _ in ran]), _ranks([other for _, other in ran]))
+            return correlation(
+                _ranks([predicted for predicted, _ in speeds]), _ranks([measured for _, measured in speeds])
+            )
 
     @property
     def good(self) -> list[TriedPlan]:
@@ -135,8 +137,8 @@ class Grades:
     def of(cls, cells: Sequence[GradedCell]) -> Grades:
         """Return the figures of one or more cells."""
         good = [plan for cell in cells for plan in cell.good]
-        all = [plan for cell in cells for plan in cell.candidates]
-        ran = [plan for plan in all if plan.measured and plan.predicted]
+        plans = [plan for cell in cells for plan in cell.candidates]
+        measured_plans = [plan for plan in plans if plan.measured and plan.predicted]
         time_errors = [(plan.measured or 0.0) / (plan.predicted or 1.0) - 1 for plan in good]
         memory_errors = [plan.bytes / plan.measured_bytes - 1 for plan in good if plan.bytes and plan.measured_bytes]
         return cls(
@@ -148,14 +150,14 @@ class Grades:
             time_bias=_mean(time_errors),
             memory=_mean(map(abs, memory_errors)),
             memory_bias=_mean(memory_errors),
-            refused=sum(not plan.fits for plan in ran) / max(1, len(ran)),
-            seconds=_mean(plan.seconds for plan in all if plan.predicted),
+            refused=sum(not plan.fits for plan in measured_plans) / max(1, len(measured_plans)),
+            seconds=_mean(plan.seconds for plan in plans if plan.predicted),
         )
 
 
 def _mean(values: Iterable[float]) -> float:
-    some = list(values)
-    return mean(some) if some else 0.0
+    numbers = list(values)
+    return mean(numbers) if numbers else 0.0
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

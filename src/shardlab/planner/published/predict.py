@@ -49,8 +49,8 @@ class Prediction:
 def predict(run: PublishedRun) -> Prediction:
     """Predict a step of a run, or one block if the run measured a block."""
     if run.measured.of_block:
-        alone = forecast(with_microbatches(run.workload, 1)).memory
-        return Prediction(_block_seconds(run), measured_as(run.measured.memory, alone), True, alone)
+        block_memory = forecast(with_microbatches(run.workload, 1)).memory
+        return Prediction(_block_seconds(run), measured_as(run.measured.memory, block_memory), True, block_memory)
     prediction = forecast(run.workload)
     memory = prediction.memory
     return Prediction(prediction.seconds, measured_as(run.measured.memory, memory), memory.fits, memory)

@@ -278,10 +278,10 @@ def _forth_and_back(placement: Placement, stages_per_rank: int, *, whole: bool) 
     place = vee if placement == "vee" else loop
 
     def actions(rank: int, ranks: int, microbatches: int, stages: int) -> Iterator[Action]:
-        mine = [stage for stage in range(ranks * stages) if place(stage, ranks) == rank]
+        rank_stages = [stage for stage in range(ranks * stages) if place(stage, ranks) == rank]
         for i in range(microbatches):
-            yield from (Forward(stage, i) for stage in mine)
-            for stage in reversed(mine):
+            yield from (Forward(stage, i) for stage in rank_stages)
+            for stage in reversed(rank_stages):
                 if whole:
                     yield Backward(stage, i)
                 else:
@@ -310,8 +310,8 @@ class _StagePasses:
     @property
     def costs(self) -> StageCosts:
         """Costs of the stage."""
-        forward, back, *weight = (end - start for start, end in self.spans)
-        return StageCosts(forward, back, sum(weight), self.activation, self.kept_bytes)
+        forward, backward, *weight = (end - start for start, end in self.spans)
+        return StageCosts(forward, backward, sum(weight), self.activation, self.kept_bytes)
 
     def held_at(self, op: int) -> int:
         """Return the bytes that the search counts while an op runs."""
@@ -356,5 +356,5 @@ def _entry(tape: Sequence[Op], place: int) -> int:
 
 def _other_bytes(estimate: Estimate, row: int, stages: Sequence[_StagePasses]) -> int:
     """Return the largest number of bytes of a rank that the search does not count."""
-    during = estimate.memory[row].during
-    return max(bytes - sum(stage.held_at(op) for stage in stages) for op, bytes in enumerate(during))
+    bytes_by_op = estimate.memory[row].during
+    return max(bytes - sum(stage.held_at(op) for stage in stages) for op, bytes in enumerate(bytes_by_op))

@@ -51,11 +51,11 @@ def greedy_orders(passes: Passes, policy: Policy) -> Orders:
 def policies(passes: Passes) -> Iterator[Policy]:
     """Yield policies for a problem, the most plausible first."""
     problem = passes.problem
-    whole = problem.minimum_memory
-    largest = [min(limit, problem.microbatches * memory) for limit, memory in zip(problem.limits, whole, strict=True)]
+    minimum = problem.minimum_memory
+    largest = [min(limit, problem.microbatches * memory) for limit, memory in zip(problem.limits, minimum, strict=True)]
     limits = [tuple(largest)]
     for factor in (1.0, 1.5, 2.0):  # like 1F1B, ZB-H1 and ZB-H2: fewer microbatches on later ranks
-        ahead = [memory * (1 + factor * (problem.ranks - 1 - rank)) for rank, memory in enumerate(whole)]
+        ahead = [memory * (1 + factor * (problem.ranks - 1 - rank)) for rank, memory in enumerate(minimum)]
         limits.append(tuple(min(one, other) for one, other in zip(largest, ahead, strict=True)))
     for policy_limits, gap, patience, late_first, first, pending in product(
         dict.fromkeys(limits), (1.0, 0.5, 0.01), (0.0, 0.5, 1.0), (True, False), (True, False), (1_000_000, 1, 2)
@@ -93,18 +93,18 @@ class _Greedy:
             if not missing:
                 self._arrive(number)
         events = [(0.0, rank) for rank in range(len(self.orders))]
-        asleep: dict[int, float] = {}
+        idle_since: dict[int, float] = {}
         free = [0.0] * len(self.orders)
         while events:
             now, rank = heapq.heappop(events)
             if now < free[rank]:
                 continue
-            next_pass, wake = self._choose(rank, now)
+            next_pass, wake_time = self._choose(rank, now)
             if next_pass is None:
-                if wake is not None:
-                    heapq.heappush(events, (wake, rank))
+                if wake_time is not None:
+                    heapq.heappush(events, (wake_time, rank))
                 else:
-                    asleep[rank] = now
+                    idle_since[rank] = now
                 continue
             end = now + self.passes.duration[next_pass]
             free[rank] = end
@@ -117,8 +117,8 @@ class _Greedy:
                     self._arrive(reader)
                     place = self.passes.rank[reader]
                     heapq.heappush(events, (max(self.ready_at[reader], free[place]), place))
-                    if place in asleep:  # this rank had nothing to wait for, and now chooses again
-                        heapq.heappush(events, (max(now, free[place], asleep.pop(place)), place))
+                    if place in idle_since:  # this rank had nothing to wait for, and now chooses again
+                        heapq.heappush(events, (max(now, free[place], idle_since.pop(place)), place))
             heapq.heappush(events, (end, rank))
         return self.orders
 
@@ -139,27 +139,27 @@ class _Greedy:
         if weights and not self.passes.duration[(weight := min(weights))[1]]:
             return self._take(rank, WEIGHT, weight), None  # it only frees memory
         forward, next_forward = self._first(forwards, now, rank)
-        back, next_back = self._first(inputs, now, rank)
-        if back is not None and (policy.input_first or forward is None):
+        backward, next_backward = self._first(inputs, now, rank)
+        if backward is not None and (policy.input_first or forward is None):
             if len(weights) > policy.pending:
                 return self._take(rank, WEIGHT, min(weights)), None
-            return self._take(rank, INPUT, back), None
-        waits = next_back is not None and next_back - now <= self.patience[rank]
+            return self._take(rank, INPUT, backward), None
+        waits = next_backward is not None and next_backward - now <= self.patience[rank]
         if forward is not None and not waits:
             if len(weights) > policy.pending:
                 return self._take(rank, WEIGHT, min(weights)), None
             return self._take(rank, FORWARD, forward), None
-        if back is not None:
-            return self._take(rank, INPUT, back), None
-        times = [time for time in (next_forward, next_back) if time is not None]
-        wake = min(times, default=None)
+        if backward is not None:
+            return self._take(rank, INPUT, backward), None
+        times = [time for time in (next_forward, next_backward) if time is not None]
+        wake_time = min(times, default=None)
         if weights:
             weight = min(weights)
             needed = policy.gap * self.passes.duration[weight[1]]
             blocked = forward is None and any(self.ready_at[number] <= now for _, number in (*forwards, *inputs))
-            if wake is None or wake - now >= needed or (blocked and next_back is None):
+            if wake_time is None or wake_time - now >= needed or (blocked and next_backward is None):
                 return self._take(rank, WEIGHT, weight), None
-        return None, wake
+        return None, wake_time
 
     def _first(
         self, candidates: list[tuple[float, int]], now: float, rank: int

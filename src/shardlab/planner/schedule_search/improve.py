@@ -62,14 +62,14 @@ def fill(passes: Passes, skeleton: Skeleton, maximum: float = inf) -> Timing | N
     shift = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)
     inputs = passes.number(INPUT, 0, 0)
     end = [-1.0] * passes.count
-    at, free, used = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+    places, free, used = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     orders: Orders = [[] for _ in range(ranks)]
     pending: list[deque[int]] = [deque() for _ in range(ranks)]
     remaining = sum(map(len, skeleton.orders))
     while remaining:
         previous = remaining
         for rank, order in enumerate(skeleton.orders):
-            place, time, rows, weights, limit = at[rank], free[rank], orders[rank], pending[rank], limits[rank]
+            place, time, rows, weights, limit = places[rank], free[rank], orders[rank], pending[rank], limits[rank]
             while place < len(order):
                 number = order[place]
                 start = time
@@ -98,8 +98,8 @@ def fill(passes: Passes, skeleton: Skeleton, maximum: float = inf) -> Timing | N
                     place += 1
                     continue
                 break
-            remaining -= place - at[rank]
-            at[rank], free[rank] = place, time
+            remaining -= place - places[rank]
+            places[rank], free[rank] = place, time
         if remaining == previous:
             return None
     for rank, weights in enumerate(pending):
@@ -193,9 +193,9 @@ class _Search:
             return None
         changed = order.copy()
         if kind < 0.5 or 0.8 <= kind < 0.85:
-            far = random.choice((1, 1, 1, 2, 4))
+            distance = random.choice((1, 1, 1, 2, 4))
             target = place
-            while target and place - target < far and self._may_swap(order[target - 1], order[place]):
+            while target and place - target < distance and self._may_swap(order[target - 1], order[place]):
                 target -= 1
             changed.insert(target, changed.pop(place))
         else:  # the same exchange wherever it is possible later
@@ -255,11 +255,11 @@ def _critical_path(timing: Timing, rank: int) -> list[int]:
         path.append(number)
         start = end[number] - passes.duration[number] - 1e-9
         previous = predecessors.get(number)
-        following = previous if previous is not None and end[previous] >= start else None
+        cause = previous if previous is not None and end[previous] >= start else None
         for need, lag in passes.needs[number]:
-            if end[need] + lag >= start and (following is None or passes.rank[need] != passes.rank[number]):
-                following = need
-        number = following if start > 0 else None
+            if end[need] + lag >= start and (cause is None or passes.rank[need] != passes.rank[number]):
+                cause = need
+        number = cause if start > 0 else None
     return path
 
 

@@ -163,9 +163,9 @@ class ScheduleProblem:
         heads = self._heads
         bounds = [self._whole_way]
         for rank in range(self.ranks):
-            mine = self.stages_of(rank)
-            work = self.microbatches * sum(self.stages[stage].work for stage in mine)
-            bounds.append(work + (heads[mine[0]] if self.objective == "step" else 0.0))
+            rank_stages = self.stages_of(rank)
+            work = self.microbatches * sum(self.stages[stage].work for stage in rank_stages)
+            bounds.append(work + (heads[rank_stages[0]] if self.objective == "step" else 0.0))
         bound = max(bounds)
         for rank, limit in enumerate(self.limits):
             if limit < math.inf:

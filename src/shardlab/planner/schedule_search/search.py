@@ -164,9 +164,9 @@ def search_schedule(
         nonlocal proposals
         note(reached)
         optimal = min(reached, best[0]) <= problem.lower_bound * (1 + TOLERANCE)
-        spent = proposals >= evaluations if evaluations is not None else time.monotonic() - began >= seconds
+        out_of_budget = proposals >= evaluations if evaluations is not None else time.monotonic() - began >= seconds
         proposals += 1
-        return optimal or spent or interrupted
+        return optimal or out_of_budget or interrupted
 
     timing, source = best[3], best[1]
     starts = _starts(passes, candidates)

@@ -134,10 +134,10 @@ class Timing:
         """Return, for each pass, the latest start with which no rank ends later."""
         passes, end = self.passes, self.end
         latest = [inf] * passes.count
-        following = {first: second for order in self.orders for first, second in pairwise(order)}
+        successors = {first: second for order in self.orders for first, second in pairwise(order)}
         place = {number: index for order in self.orders for index, number in enumerate(order)}
         for number in sorted(range(passes.count), key=lambda number: (end[number], place[number]), reverse=True):
-            last = latest[following[number]] if number in following else end[number]
+            last = latest[successors[number]] if number in successors else end[number]
             for reader, lag in passes.readers[number]:
                 last = min(last, latest[reader] - lag)
             latest[number] = last - passes.duration[number]
@@ -172,9 +172,9 @@ class Timing:
                     idle["before the first pass"] += start
                 elif start > free:
                     ready = max((self.end[need] for need, lag in passes.needs[number] if lag), default=start)
-                    moving = min(start - free, max(0.0, start - ready))
-                    idle["waiting for messages"] += moving
-                    idle["waiting for passes"] += start - free - moving
+                    transfer = min(start - free, max(0.0, start - ready))
+                    idle["waiting for messages"] += transfer
+                    idle["waiting for passes"] += start - free - transfer
                 free = self.end[number]
             idle["after the last pass"] += length - (free or 0.0)
         return {cause: time / (length * len(self.orders)) for cause, time in idle.items()}
@@ -228,13 +228,13 @@ def timing_of(passes: Passes, orders: Orders, whole: Collection[int] = frozenset
     duration, needs = passes.duration, passes.needs
     weight = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)
     end = [-1.0] * passes.count
-    at = [0] * len(orders)
+    places = [0] * len(orders)
     free = [0.0] * len(orders)
     remaining = passes.count
     while remaining:
         previous = remaining
         for rank, order in enumerate(orders):
-            place, time, length = at[rank], free[rank], len(order)
+            place, time, length = places[rank], free[rank], len(order)
             while place < length:
                 number = order[place]
                 start = time
@@ -251,8 +251,8 @@ def timing_of(passes: Passes, orders: Orders, whole: Collection[int] = frozenset
                     place += 1
                     continue
                 break
-            remaining -= place - at[rank]
-            at[rank], free[rank] = place, time
+            remaining -= place - places[rank]
+            places[rank], free[rank] = place, time
         if remaining == previous:
             return None
     return Timing(passes, orders, end)
