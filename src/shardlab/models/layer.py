@@ -327,7 +327,7 @@ def want_sound(steps: Sequence[Step]) -> None:
 
 
 def want_carried(layers: Sequence[Run]) -> None:
-    """Refuse a tensor that one layer makes and another reads, if no kind of value can carry it.
+    """Refuse a tensor that one layer makes and another reads, unless it is in `PORT_ORDER`.
 
     Raises:
         UserError: for the first such tensor.

@@ -1,8 +1,9 @@
 """Prices: the interface that gives a simulation the duration of ops.
 
-`Prices` is the interface. `shardlab.simulate.predict.prices.ClusterPrices` implements it in seconds, and
-`shardlab.simulate.timeline.costs` in units of time. `PriceList` caches prices. `Traced`, at the end, is the
-interface of all programs that can be simulated.
+`Prices` is the interface. `shardlab.simulate.predict.prices.ClusterPrices` implements it in seconds. The classes in
+`shardlab.simulate.timeline.costs` implement it in abstract time units, such as the forward pass of one microbatch
+through one layer. `PriceList` caches prices. `Traced`, at the end, is the interface of all programs that can be
+simulated.
 """
 
 from __future__ import annotations
