@@ -19,7 +19,7 @@ CODE_LINES = {
     "check": 2285,
     "cli": 8385,
     "common": 1070,
-    "draw": 1740,
+    "draw": 1750,
     "execute": 3775,
     "frameworks": 3375,
     "language": 4690,

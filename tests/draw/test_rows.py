@@ -13,7 +13,7 @@ from shardlab.check import check
 from shardlab.common.text import bytes_text
 from shardlab.draw import timeline_svg
 from shardlab.draw.canvas import Looks
-from shardlab.draw.rows import Detail, Row, detail_of, passes, ranks_text, row_name, rows_of, spaced, tracks
+from shardlab.draw.rows import Detail, Row, detail_of, passes, ranks_text, row_name, rows_of, sample_rows, tracks
 from shardlab.language import Mesh, OpKind, Sizes, trace
 from shardlab.simulate.predict.estimate import estimate
 from shardlab.simulate.predict.folding import fold
@@ -88,9 +88,9 @@ def test_ranks_that_lie_apart_are_counted() -> None:
 
 def test_spaced_rows_have_both_ends() -> None:
     rows = rows_of(timeline_of("1f1b", 64))
-    found = [row.row for row in spaced(rows, 8)]
+    found = [row.row for row in sample_rows(rows, 8)]
     assert found == [0, 9, 18, 27, 36, 45, 54, 63]
-    assert spaced(rows, 64) == rows
+    assert sample_rows(rows, 64) == rows
 
 
 # Illegible pictures are drawn coarser: passes, then shares of time with a close-up, so that pictures stay small.

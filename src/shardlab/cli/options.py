@@ -29,7 +29,7 @@ from shardlab.simulate.timeline.prices import Prices
 from shardlab.simulate.timeline.run import Counter
 
 if TYPE_CHECKING:
-    from shardlab.draw.trace_events import Shown
+    from shardlab.draw.trace_events import TimelineWithMemory
 
 
 MaxSeconds = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint=f"(default: {MAX_SECONDS:g})")]
@@ -203,7 +203,7 @@ class Pictures:
             unit = "time (seconds)" if timeline.in_seconds else UNIT_TIME
             save_timeline(timeline, path, title, unit, self.color_by)
 
-    def save_trace(self, shown: Mapping[str, Shown]) -> None:
+    def save_trace(self, shown: Mapping[str, TimelineWithMemory]) -> None:
         """Write timelines, by the names under which they are shown, for trace viewers, if --trace is given."""
         if self.trace is None:
             return

@@ -149,15 +149,15 @@ class Page:
         """Return the page as an SVG document without a date."""
         text = StringIO()
         FigureCanvasSVG(self.figure).print_svg(text, metadata={"Date": None, "Creator": "shardlab"})
-        drawn = re.sub(r' d="[^"]*"', lambda path: _shorter(path[0]), text.getvalue())
-        written = [
+        shapes = re.sub(r' d="[^"]*"', lambda path: _shorter(path[0]), text.getvalue())
+        text_groups = [
             f"<g style=\"font: {size}px 'DejaVu Sans', sans-serif; text-anchor: middle; fill: {color}\">"
             + "\n".join(texts)
             + "</g>\n"
             for (size, color), texts in self._texts.items()
         ]
-        themed = drawn.replace("<svg ", '<svg class="shardlab" ', 1).replace("</style>", f"{dark_rules()}</style>", 1)
-        return themed.replace("</svg>", "".join(written) + "</svg>")
+        picture = shapes.replace("<svg ", '<svg class="shardlab" ', 1).replace("</style>", f"{dark_rules()}</style>", 1)
+        return picture.replace("</svg>", "".join(text_groups) + "</svg>")
 
 
 @cache
@@ -312,9 +312,10 @@ def chunks_of(timeline: Timeline) -> Chunks | None:
     if len({tuple(layers) for layers in layers_of if layers}) <= 1:
         return None
     runs = [_number_runs(layers) for layers in layers_of]
-    most = max(max(each, default=0) for each in runs) + 1
+    max_runs = max(max(numbers, default=0) for numbers in runs) + 1
     return [
-        dict(zip(layers, _split_evenly(each, most), strict=True)) for layers, each in zip(layers_of, runs, strict=True)
+        dict(zip(layers, _split_evenly(numbers, max_runs), strict=True))
+        for layers, numbers in zip(layers_of, runs, strict=True)
     ]
 
 
@@ -352,19 +353,19 @@ def _number_runs(layers: list[int]) -> list[int]:
     return numbers
 
 
-def _split_evenly(runs: list[int], most: int) -> list[int]:
+def _split_evenly(runs: list[int], max_runs: int) -> list[int]:
     """Return the model chunk of each layer of a rank.
 
     Each run of successive layers is a chunk if the rank has as many runs as the rank with the most. Otherwise adjacent
-    stages form one run, as at the turn of a V schedule, and the rank's layers are split into `most` equal chunks.
+    stages form one run, as at the turn of a V schedule, and the rank's layers are split into `max_runs` equal chunks.
 
     Args:
         runs: for each layer, the number of its run.
-        most: largest number of runs on a rank.
+        max_runs: largest number of runs on a rank.
     """
-    if not runs or runs[-1] + 1 == most:
+    if not runs or runs[-1] + 1 == max_runs:
         return runs
-    return [place * most // len(runs) for place in range(len(runs))]
+    return [place * max_runs // len(runs) for place in range(len(runs))]
 
 
 def _experts(sizes: Sizes) -> list[int]:

@@ -41,7 +41,7 @@ from shardlab.draw.canvas import (
     fit_size,
     ink_on,
 )
-from shardlab.draw.rows import UNFOLDED, Detail, Row, Span, detail_of, ranks_text, row_name, spaced, tracks
+from shardlab.draw.rows import UNFOLDED, Detail, Row, Span, detail_of, ranks_text, row_name, sample_rows, tracks
 from shardlab.language import OpKind
 from shardlab.language.ops import COMMUNICATION, POINT_TO_POINT, Stream
 from shardlab.simulate.timeline import Event, Timeline
@@ -108,14 +108,14 @@ def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
         numbered: whether boxes are labelled with microbatch numbers.
     """
     looks = panels[0].looks
-    drawn = {event.kind for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
-    seen = [kind for kind in LEGEND_ORDER if kind in drawn]
-    other = [kind for kind in seen if kind not in COMMUNICATION and COLORS.get(kind.row.color) == OTHER]
-    compute = [kind for kind in seen if kind not in COMMUNICATION and kind not in other]
+    drawn_kinds = {event.kind for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
+    kinds = [kind for kind in LEGEND_ORDER if kind in drawn_kinds]
+    other = [kind for kind in kinds if kind not in COMMUNICATION and COLORS.get(kind.row.color) == OTHER]
+    compute = [kind for kind in kinds if kind not in COMMUNICATION and kind not in other]
     items = [Item(kind.row.legend, _typical_swatch(looks, kind)) for kind in compute]
     if other:
         items.append(Item(", ".join(sorted(kind.row.legend for kind in other)), _swatch(Paint(OTHER))))
-    for row in [kind.row for kind in seen if kind in COMMUNICATION]:
+    for row in [kind.row for kind in kinds if kind in COMMUNICATION]:
         items.append(Item(row.legend, _swatch(Paint(COLORS[row.color]), row.letters)))
     items += _places(looks)
     if any(panel.detail is not Detail.OPS for panel in panels):
@@ -186,8 +186,12 @@ class Panel:
         """
         start, end = window
         points = size[0] * 72 / ((end - start) or 1.0)
-        inside = [row._replace(events=[e for e in row.events if e.end >= start and e.start <= end]) for row in rows]
-        return cls(timeline, inside, looks, start, end, points, size[1] * 72, detail_of(inside, looks, points))
+        visible_rows = [
+            row._replace(events=[e for e in row.events if e.end >= start and e.start <= end]) for row in rows
+        ]
+        return cls(
+            timeline, visible_rows, looks, start, end, points, size[1] * 72, detail_of(visible_rows, looks, points)
+        )
 
     def text_size(self, text: str, width: float, height: float) -> float:
         """Return the font size in points at which a text fits into a box (0: it does not fit).
@@ -218,25 +222,27 @@ def draw_lanes(page: Page, axes: Axes, panel: Panel) -> bool:
     axes.grid(axis="x", color="#d8dee4", linewidth=0.6)
     last = min(panel.end, panel.timeline.end)
     fill(axes, [(panel.start, place + TOP, last, place + BOTTOM) for place in range(len(rows))], IDLE)
-    drawn = tracks(rows, panel.looks, panel.detail, panel.points, lambda row, event: _letters(panel, row, event))
+    row_tracks = tracks(rows, panel.looks, panel.detail, panel.points, lambda row, event: _letters(panel, row, event))
     boxes: Boxes = defaultdict(list)
-    for place, track in enumerate(drawn):
+    for place, track in enumerate(row_tracks):
         _stack(boxes, panel, track.compute, place + TOP, place + MIDDLE)
         _stack(boxes, panel, track.communication, place + MIDDLE, place + BOTTOM)
         for start, end in track.losses:
             half = max(end - start, LOSS_WIDTH * 72 / panel.points) / 2
             middle = (start + end) / 2
             boxes[LOSS, "", True].append((middle - half, place + TOP, middle + half, place + MIDDLE))
-    widths = [span.end - span.start for track in drawn for span in (*track.compute, *track.communication)]
+    widths = [span.end - span.start for track in row_tracks for span in (*track.compute, *track.communication)]
     gap = min(0.7, 0.1 * min(widths, default=1.0) * panel.points) if panel.detail is not Detail.SHARES else 0.0
     for (color, hatch, flat), places in boxes.items():
         fill(axes, places, color, edge="none" if flat else "white", width=0 if flat else gap, hatch=hatch)
     if len(rows) <= LINKED_ROWS and panel.detail is not Detail.SHARES:
         _draw_messages(axes, panel)
-    named = [_write(page, axes, panel, track.compute, place, (TOP, MIDDLE)) for place, track in enumerate(drawn)]
-    for place, track in enumerate(drawn):
+    labelled_rows = [
+        _write(page, axes, panel, track.compute, place, (TOP, MIDDLE)) for place, track in enumerate(row_tracks)
+    ]
+    for place, track in enumerate(row_tracks):
         _write(page, axes, panel, track.communication, place, (MIDDLE, BOTTOM))
-    return any(named)
+    return any(labelled_rows)
 
 
 def stripes(paint: Paint, box: Box) -> Iterator[tuple[str, Box]]:
@@ -254,9 +260,9 @@ def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
     events = {(event.rank, event.op): event for row in timeline.events for event in row if event.kind in POINT_TO_POINT}
     for communication in timeline.communications:
         if communication.stream is Stream.MESSAGE:
-            sent, received = (events.get((row, at)) for row, _, at in communication.participants)
-            if sent is not None and received is not None:
-                yield sent, received
+            send, receive = (events.get((row, at)) for row, _, at in communication.participants)
+            if send is not None and receive is not None:
+                yield send, receive
 
 
 def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: float) -> None:
@@ -269,23 +275,25 @@ def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: floa
     """
     peak = timeline.peak_memory
     peaks = [row for row in rows if timeline.peak_memory_by_rank[row.row] == peak]
-    drawn = rows if len(rows) <= UNFOLDED else sorted({row.row: row for row in (*spaced(rows, 5), peaks[0])}.values())
+    drawn_rows = (
+        rows if len(rows) <= UNFOLDED else sorted({row.row: row for row in (*sample_rows(rows, 5), peaks[0])}.values())
+    )
     rows_of: dict[Curve, list[Row]] = {}
-    for row in drawn:
+    for row in drawn_rows:
         rows_of.setdefault(curve(timeline, row.row), []).append(row)
     size = byte_unit(peak)[1] if timeline.in_seconds else 1
     axes.set_ylim(0, max(1.0, peak * 1.22) / size)
     width_of_line = 1.6 if len(rows_of) <= NAMED_CURVES else 0.9
     for place, steps in enumerate(rows_of):
         color = rank_color(place, len(rows_of))
-        times, live = zip(*_fewer(steps, timeline.end / width), (timeline.end, steps[-1][1]), strict=True)
-        heights = [each / size for each in live]
+        times, live = zip(*_thin_out(steps, timeline.end / width), (timeline.end, steps[-1][1]), strict=True)
+        heights = [amount / size for amount in live]
         axes.step(times, heights, where="post", color=color, linewidth=width_of_line, solid_joinstyle="miter")
     _write_key(axes, timeline, list(rows_of.values()), width)
-    if len(drawn) < len(rows):
-        text = f"{len(drawn)} of {len(rows)} rows"
+    if len(drawn_rows) < len(rows):
+        text = f"{len(drawn_rows)} of {len(rows)} rows"
         axes.text(1 + KEY[0] / width, 1.04, text, size=7, color=FAINT, transform=axes.transAxes)
-    first = min(_when_highest(steps) for steps, same in rows_of.items() if any(row in peaks for row in same))
+    first = min(_when_highest(steps) for steps, group in rows_of.items() if any(row in peaks for row in group))
     _mark_peak(axes, timeline, first, [rank for row in peaks for rank in row.ranks], size)
     if not timeline.in_seconds:
         axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -374,43 +382,43 @@ def _share(page: Page, box: Box) -> None:
 def _places(looks: Looks) -> list[Item]:
     """Return the entry for the shades of chunks or layers, or for the colours of layers (empty: there is only one)."""
     if looks.by == "pass" and looks.chunks:
-        count, what = looks.chunks, "model chunk of the rank"
+        count, noun = looks.chunks, "model chunk of the rank"
     else:
-        count, what = looks.layers, "layer"
+        count, noun = looks.layers, "layer"
     if count == 1:
         return []
-    return [_ramp([looks.compute_paint(OpKind.FORWARD, place).color for place in range(count)], what)]
+    return [_ramp([looks.compute_paint(OpKind.FORWARD, place).color for place in range(count)], noun)]
 
 
-def _ramp(colors: list[str], what: str) -> Item:
+def _ramp(colors: list[str], noun: str) -> Item:
     """Return an entry with numbered swatches for a few colours, or a ramp for many."""
-    named = len(colors) <= NAMED_LAYERS
-    each = 0.19 if named else 1.6 / len(colors)
+    is_numbered = len(colors) <= NAMED_LAYERS
+    swatch_width = 0.19 if is_numbered else 1.6 / len(colors)
 
     def paint(page: Page, box: Box) -> None:
         left, top, _, bottom = box
         for place, color in enumerate(colors):
-            each_box = (left + place * each, top, left + (place + 1) * each, bottom)
-            fill(page.ink, [each_box], color)
-            if named:
-                _center(page, each_box, str(place), ink_on(color))
+            swatch_box = (left + place * swatch_width, top, left + (place + 1) * swatch_width, bottom)
+            fill(page.ink, [swatch_box], color)
+            if is_numbered:
+                _center(page, swatch_box, str(place), ink_on(color))
 
-    return Item(what if named else f"{what}s 0-{len(colors) - 1}", paint, len(colors) * each)
+    return Item(noun if is_numbered else f"{noun}s 0-{len(colors) - 1}", paint, len(colors) * swatch_width)
 
 
 def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom: float) -> None:
     """Add the boxes of a lane's spans. Shares of a span are stacked from the bottom of the lane."""
     for span in spans:
         start, end = max(span.start, panel.start), min(span.end, panel.end)
-        high, under = (top + part * (bottom - top) for part in span.part)
-        height = under - high
+        high, lower = (top + part * (bottom - top) for part in span.part)
+        height = lower - high
         for paint, share in span.shares:
-            over = under - share * height
-            box = (start, over, end, under)
+            upper = lower - share * height
+            box = (start, upper, end, lower)
             boxes[paint.color, paint.hatch, False].append(box)
             for color, stripe in stripes(paint, box):
                 boxes[color, "", True].append(stripe)
-            under = over
+            lower = upper
 
 
 def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int, lane: tuple[float, float]) -> bool:
@@ -442,11 +450,11 @@ def _draw_messages(axes: Axes, panel: Panel) -> None:
     """
     place_of = {row.row: place + (MIDDLE + BOTTOM) / 2 for place, row in enumerate(panel.rows)}
     vertices: list[tuple[float, float]] = []
-    for sent, received in messages(panel.timeline):
-        start, end = (sent.end, received.start) if sent.end <= received.start else (sent.start, received.end)
-        inside = panel.start <= start and end <= panel.end
-        if inside and sent.rank in place_of and received.rank in place_of:
-            vertices += [(start, place_of[sent.rank]), (end, place_of[received.rank])]
+    for send, receive in messages(panel.timeline):
+        start, end = (send.end, receive.start) if send.end <= receive.start else (send.start, receive.end)
+        is_inside = panel.start <= start and end <= panel.end
+        if is_inside and send.rank in place_of and receive.rank in place_of:
+            vertices += [(start, place_of[send.rank]), (end, place_of[receive.rank])]
     if vertices:
         path = Path(*_arrows(axes, vertices))
         width = min(0.7, 0.02 * panel.height)
@@ -469,8 +477,8 @@ def _arrows(axes: Axes, vertices: Sequence[tuple[float, float]]) -> tuple[Vertic
 
 def _write_key(axes: Axes, timeline: Timeline, groups: list[list[Row]], width: float) -> None:
     """Name the curves beside the panel. Of many curves, name the first, the middle and the last one."""
-    named = range(len(groups)) if len(groups) <= NAMED_CURVES else (0, len(groups) // 2, len(groups) - 1)
-    for place, number in enumerate(named):
+    curve_numbers = range(len(groups)) if len(groups) <= NAMED_CURVES else (0, len(groups) // 2, len(groups) - 1)
+    for place, number in enumerate(curve_numbers):
         ranks = ranks_text(sorted(rank for row in groups[number] for rank in row.ranks))
         top = memory_text(timeline, timeline.peak_memory_by_rank[groups[number][0].row], unit=False)
         _name(axes, place, width, rank_color(number, len(groups)), f"{ranks}: {top}")
@@ -480,20 +488,20 @@ def _when_highest(steps: Curve) -> float:
     return max(steps, key=lambda step: step[1])[0]
 
 
-def _fewer(steps: Curve, apart: float) -> Curve:
-    """Remove invisible steps of a curve. In each interval of length `apart`, the highest and the last step remain."""
-    if len(steps) * apart <= 2 * (steps[-1][0] or 1.0) * VISIBLE_STEP:
+def _thin_out(steps: Curve, gap: float) -> Curve:
+    """Remove invisible steps of a curve. In each interval of length `gap`, the highest and the last step remain."""
+    if len(steps) * gap <= 2 * (steps[-1][0] or 1.0) * VISIBLE_STEP:
         return steps
-    kept: list[tuple[float, int]] = []
+    points: list[tuple[float, int]] = []
     for time, live in steps:
-        if len(kept) >= 2 and time - kept[-2][0] < apart * VISIBLE_STEP:
-            if live >= kept[-2][1]:
-                kept[-2:] = [(kept[-2][0], live), (time, live)]
+        if len(points) >= 2 and time - points[-2][0] < gap * VISIBLE_STEP:
+            if live >= points[-2][1]:
+                points[-2:] = [(points[-2][0], live), (time, live)]
             else:
-                kept[-1] = (time, live)
+                points[-1] = (time, live)
         else:
-            kept.append((time, live))
-    return tuple(kept)
+            points.append((time, live))
+    return tuple(points)
 
 
 def _simplify(moments: list[tuple[float, int]]) -> Curve:
@@ -522,14 +530,14 @@ def _mark_peak(axes: Axes, timeline: Timeline, time: float, ranks: Sequence[int]
     peak = timeline.peak_memory
     axes.axhline(peak / size, color=PEAK, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
     axes.plot([time], [peak / size], marker="o", markersize=5, color=PEAK, markeredgecolor="white", zorder=5)
-    left = time < timeline.end / 2
+    in_left_half = time < timeline.end / 2
     exactly = "" if timeline.in_seconds else f" ({peak:,})"
     axes.annotate(
         f"peak {memory_text(timeline, peak)}{exactly} on {ranks_text(sorted(ranks))}",
         (time, peak / size),
-        (6 if left else -6, 5),
+        (6 if in_left_half else -6, 5),
         textcoords="offset points",
-        ha="left" if left else "right",
+        ha="left" if in_left_half else "right",
         color=PEAK,
         weight="bold",
     )

@@ -88,14 +88,14 @@ def rows_of(timeline: Timeline, *, fold: bool = True) -> list[Row]:
     for row in rows:
         does = tuple([(e.kind, e.layer, round(e.start, 9), round(e.end, 9), e.memory) for e in row.events])
         groups.setdefault(does, []).append(row)
-    return [_joined_rows(group) for group in groups.values()]
+    return [_join_rows(group) for group in groups.values()]
 
 
-def spaced(rows: Sequence[Row], most: int) -> list[Row]:
-    """Return at most `most` evenly spaced rows, including the first and the last."""
-    if len(rows) <= most:
+def sample_rows(rows: Sequence[Row], maximum: int) -> list[Row]:
+    """Return at most `maximum` evenly spaced rows, including the first and the last."""
+    if len(rows) <= maximum:
         return list(rows)
-    return [rows[place * (len(rows) - 1) // (most - 1)] for place in range(most)]
+    return [rows[place * (len(rows) - 1) // (maximum - 1)] for place in range(maximum)]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -155,10 +155,10 @@ def detail_of(rows: Sequence[Row], looks: Looks, points: float) -> Detail:
     narrowest = NARROWEST_STAGE_OP if looks.chunks else NARROWEST_OP
     if not ops or (median(ops) * points >= narrowest and boxes <= MOST_BOXES):
         return Detail.OPS
-    some = spaced(rows, SAMPLED)
-    widths = [span.end - span.start for row in some for _, span in passes(row, looks)]
-    few = len(widths) * len(rows) <= MOST_BOXES * len(some)
-    return Detail.PASSES if few and median(widths) * points >= NARROWEST_PASS else Detail.SHARES
+    sample = sample_rows(rows, SAMPLED)
+    widths = [span.end - span.start for row in sample for _, span in passes(row, looks)]
+    fits = len(widths) * len(rows) <= MOST_BOXES * len(sample)
+    return Detail.PASSES if fits and median(widths) * points >= NARROWEST_PASS else Detail.SHARES
 
 
 def tracks(
@@ -182,7 +182,7 @@ def tracks(
             for row in rows
         ]
     end = max((e.end for row in rows for e in row.events), default=0.0)
-    period = _period(spaced(rows, SAMPLED), looks) or end / 100
+    period = _period(sample_rows(rows, SAMPLED), looks) or end / 100
     cell = period * max(1, -(-NARROWEST_SHARE // (period * points)))
     edges = np.arange(0.0, end + cell, cell)
     return [_shares(row, looks, edges) for row in rows]
@@ -199,7 +199,7 @@ def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
 
     def end_run() -> None:
         if run:
-            spans.append((_PASS[run[0].kind], _joined_events(run, looks, _microbatches(run[0]))))
+            spans.append((_PASS[run[0].kind], _join_events(run, looks, _microbatches(run[0]))))
             run.clear()
 
     for event in row.events:
@@ -216,16 +216,16 @@ def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
     return spans
 
 
-def _joined_rows(group: list[Row]) -> Row:
+def _join_rows(group: list[Row]) -> Row:
     first, *others = group
     if not others:
         return first
     events: list[Event] = []
-    for same in zip(*(row.events for row in group), strict=True):
+    for matching_events in zip(*(row.events for row in group), strict=True):
         microbatches = 0
-        for event in same:
+        for event in matching_events:
             microbatches |= event.microbatches
-        events.append(same[0]._replace(microbatches=microbatches))
+        events.append(matching_events[0]._replace(microbatches=microbatches))
     return Row(first.row, sorted(rank for row in group for rank in row.ranks), events)
 
 
@@ -282,7 +282,7 @@ def _losses(row: Row) -> list[tuple[float, float]]:
     return [(event.start, event.end) for event in row.events if event.kind is OpKind.LOSS]
 
 
-def _joined_events(run: Sequence[Event], looks: Looks, text: str = "") -> Span:
+def _join_events(run: Sequence[Event], looks: Looks, text: str = "") -> Span:
     start, stop = min(e.start for e in run), max(e.end for e in run)
     times: dict[Paint, float] = defaultdict(float)
     for event in run:
@@ -299,11 +299,11 @@ def _join_close(row: Row, looks: Looks, gap: float) -> list[Span]:
     events = [e for e in row.events if e.kind in COMMUNICATION and e.end > e.start]
     for event in sorted(events, key=lambda event: event.start):
         if run and event.start > until + gap:
-            spans.append(_joined_events(run, looks))
+            spans.append(_join_events(run, looks))
             run = []
         until = max(until, event.end) if run else event.end
         run.append(event)
-    return [*spans, _joined_events(run, looks)] if run else spans
+    return [*spans, _join_events(run, looks)] if run else spans
 
 
 def _period(rows: Sequence[Row], looks: Looks) -> float:
@@ -333,18 +333,18 @@ def _cells(busy: dict[Paint, list[Event]], edges: np.ndarray) -> list[Span]:
     rounded = {paint: np.round(share / crowded, 1) for paint, share in shares.items()}
     spans: list[Span] = []
     for place, (start, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
-        here = tuple((paint, float(share[place])) for paint, share in rounded.items() if share[place])
-        if here and spans and spans[-1].end == start and _are_similar(spans[-1].shares, here):
+        cell_shares = tuple((paint, float(share[place])) for paint, share in rounded.items() if share[place])
+        if cell_shares and spans and spans[-1].end == start and _are_similar(spans[-1].shares, cell_shares):
             spans[-1] = spans[-1]._replace(end=stop)
-        elif here:
-            spans.append(Span(start, stop, here))
+        elif cell_shares:
+            spans.append(Span(start, stop, cell_shares))
     return spans
 
 
 def _are_similar(shares: Shares, others: Shares) -> bool:
     """Return whether the difference of two sets of shares is too small to be visible in the picture."""
-    same = [paint for paint, _ in shares] == [paint for paint, _ in others]
-    return same and all(abs(one - other) < 0.15 for (_, one), (_, other) in zip(shares, others, strict=True))
+    equal_styles = [paint for paint, _ in shares] == [paint for paint, _ in others]
+    return equal_styles and all(abs(one - other) < 0.15 for (_, one), (_, other) in zip(shares, others, strict=True))
 
 
 def _time_before(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:

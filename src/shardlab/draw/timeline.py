@@ -31,7 +31,7 @@ from shardlab.draw.panels import (
     legend_items,
     memory_text,
 )
-from shardlab.draw.rows import MOST_ROWS, Detail, Row, passes, ranks_text, row_name, rows_of, spaced
+from shardlab.draw.rows import MOST_ROWS, Detail, Row, passes, ranks_text, row_name, rows_of, sample_rows
 from shardlab.language import OpKind
 from shardlab.language.ops import ColorBy
 from shardlab.simulate.timeline import Event, Timeline
@@ -127,12 +127,12 @@ def draw_header(page: Page, title: str, facts: list[str]) -> None:
     page.ink.text(MARGIN, 0.48, "  ·  ".join(facts), size=8.5, color=FAINT, va="center")
 
 
-def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
+def summary(timeline: Timeline, rows: int, drawn_rows: int) -> list[str]:
     """Return the sizes and figures of a step for the header of a page.
 
     Args:
         rows: number of rows if ranks that do the same share a row.
-        drawn: number of rows in the picture.
+        drawn_rows: number of rows in the picture.
     """
     program, mesh = timeline.program, timeline.program.mesh
     grid = f" ({mesh})" if len(mesh.used) > 1 else ""
@@ -143,7 +143,7 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
         for rank in stands_for(program, row)
     ]
     return [
-        counted(mesh.world, "rank") + grid + _folded_text(mesh.world, rows, drawn),
+        counted(mesh.world, "rank") + grid + _folded_text(mesh.world, rows, drawn_rows),
         counted(model_layer_count(program.sizes), "layer"),
         counted(program.microbatches, "microbatch"),
         f"ends at {seconds_text(timeline.end) if timeline.in_seconds else f'{timeline.end:g}'}",
@@ -171,7 +171,7 @@ def close_up_of(panel: Panel, width: float) -> Panel | None:
     middle = (min(last) + max(first)) / 2 if max(first) < min(last) else panel.end / 2
     half = min(panel.end, width * 72 / CLOSEUP_PASS * median(forwards)) / 2
     start = max(0.0, min(panel.end - 2 * half, middle - half))
-    rows = spaced(panel.rows, CLOSEUP_ROWS)
+    rows = sample_rows(panel.rows, CLOSEUP_ROWS)
     return Panel.of(panel.timeline, rows, panel.looks, (start, start + 2 * half), (width, CLOSEUP_ROW))
 
 
@@ -195,17 +195,17 @@ def draw_close_up(page: Page, whole: Axes, panel: Panel, box: tuple[float, float
     heading = f"Close-up of the time from {panel.start:.4g} to {panel.end:.4g}{rows}"
     page.ink.text(left, top + HEADING / 2, heading, size=9, weight="bold", va="center")
     axes = page.panel((left, top + HEADING, right, top + HEADING + CLOSEUP_ROW * len(panel.rows)))
-    named = draw_lanes(page, axes, panel)
+    has_numbers = draw_lanes(page, axes, panel)
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel(time_unit)
     for moment in (panel.start, panel.end):
         whole.axvline(moment, color=FAINT, linewidth=0.9, linestyle=(0, (2, 2)))
-    return named
+    return has_numbers
 
 
 def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy) -> Page:
     all_rows = rows_of(timeline)
-    rows = spaced(all_rows, MOST_ROWS)
+    rows = sample_rows(all_rows, MOST_ROWS)
     left = left_of(timeline, rows)
     plot, height = _plot_width(timeline), max(0.165, min(0.52, 8 / len(rows)))
     right = max(RIGHT, key_width(all_rows))
@@ -217,8 +217,8 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy) -> 
     legend = flow(legend_items(panels, numbered=True), width - 2 * MARGIN)
     top = HEADER + len(legend) * ROW + 0.08
     bottom = top + height * len(rows)
-    below = bottom + 0.12 + MEMORY + 0.5
-    page = Page(width, below + 0.05 + (close_up_height(close_up) if close_up else 0.0))
+    close_up_top = bottom + 0.12 + MEMORY + 0.5
+    page = Page(width, close_up_top + 0.05 + (close_up_height(close_up) if close_up else 0.0))
 
     draw_header(page, title or "One optimizer step", summary(timeline, len(all_rows), len(rows)))
     lanes = page.panel((left, top, left + plot, bottom))
@@ -232,7 +232,7 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy) -> 
     draw_memory(memory, timeline, all_rows, plot * 72)
     memory.set_xlabel(time_unit)
     if close_up:
-        numbered |= draw_close_up(page, lanes, close_up, (left, below, left + plot), time_unit)
+        numbered |= draw_close_up(page, lanes, close_up, (left, close_up_top, left + plot), time_unit)
     draw_legend(page, flow(legend_items(panels, numbered), width - 2 * MARGIN), MARGIN, HEADER)
     return page
 
@@ -243,19 +243,19 @@ def _plot_width(timeline: Timeline) -> float:
     return max(8.0, min(15.0, 0.16 * timeline.end / min(passes))) if passes else 8.0
 
 
-def _folded_text(ranks: int, rows: int, drawn: int) -> str:
+def _folded_text(ranks: int, rows: int, drawn_rows: int) -> str:
     """Return a note about rows that represent several ranks, and about rows that are not drawn."""
     if rows == 1 < ranks:
         return " in one row, all alike"
     shared = f" in {rows} rows, alike ones together" if rows < ranks else ""
-    return shared + (f", {drawn} {'rows' if shared else 'of them'} drawn" if drawn < rows else "")
+    return shared + (f", {drawn_rows} {'rows' if shared else 'of them'} drawn" if drawn_rows < rows else "")
 
 
 def _comparison_page(timelines: Mapping[str, Timeline], title: str, color_by: ColorBy, time_unit: str) -> Page:
     end = max(timeline.end for timeline in timelines.values()) or 1.0
     first = next(iter(timelines.values()))
-    most = MOST_ROWS if len(timelines) <= 2 else max(FEWEST_ROWS, 2 * MOST_ROWS // len(timelines))
-    rows = {name: spaced(rows_of(timeline, fold=False), most) for name, timeline in timelines.items()}
+    max_rows = MOST_ROWS if len(timelines) <= 2 else max(FEWEST_ROWS, 2 * MOST_ROWS // len(timelines))
+    rows = {name: sample_rows(rows_of(timeline, fold=False), max_rows) for name, timeline in timelines.items()}
     count = max(map(len, rows.values()))
     left = left_of(first, rows_of(first, fold=False))
     row = max(0.165, min(0.52, 12 / count / max(2, len(timelines))))

@@ -36,32 +36,32 @@ Place = tuple[int, int]
 NANO = 1e9
 """Nanoseconds in a second or a time unit. Viewers have no finer resolution, so times are rounded before comparisons."""
 
-Shown = tuple[Timeline, Sequence[Counter] | None]
+TimelineWithMemory = tuple[Timeline, Sequence[Counter] | None]
 """Timeline, with the memory of each row by category (None: the trace shows only the total)."""
 
 
-def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
+def save_trace_events(timelines: Mapping[str, TimelineWithMemory], path: Path) -> None:
     """Write a trace of timelines, by name, to a file atomically."""
     with atomic_file(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
-        for place, event in enumerate(trace_events(shown)):
+        for place, event in enumerate(trace_events(timelines)):
             file.write((",\n" if place else "") + json.dumps(event))
         file.write("\n]}\n")
 
 
-def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
+def trace_events(timelines: Mapping[str, TimelineWithMemory]) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace of some timelines.
 
     A rank has a process for each timeline. The processes of a rank are adjacent in a viewer, and each is named after
     the rank and the timeline.
     """
-    first = len(shown) * max(timeline.program.mesh.world for timeline, _ in shown.values())
+    first = len(timelines) * max(timeline.program.mesh.world for timeline, _ in timelines.values())
     threads, flows = count(first), count(1)  # a thread with its process's number would be its main thread
-    for place, (name, (timeline, counters)) in enumerate(shown.items()):
+    for place, (name, (timeline, counters)) in enumerate(timelines.items()):
         program = timeline.program
         spans: dict[tuple[int, int], TraceSpan] = {}
         for row, events in enumerate(timeline.events):
-            process = rank_of(program, row) * len(shown) + place
+            process = rank_of(program, row) * len(timelines) + place
             yield _meta("process_name", process, 0, name=f"{name} {rank_name(program, row)}".strip())
             yield _meta("process_sort_index", process, 0, sort_index=process)
             lanes: dict[str, list[TraceSpan]] = defaultdict(list)
@@ -142,8 +142,8 @@ def _micro(nanoseconds: int) -> float:
     return nanoseconds / 1000
 
 
-def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+def _meta(event_name: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": event_name, "pid": process, "tid": thread, "args": args}
 
 
 def _complete(event: Event, span: TraceSpan, layer: int) -> dict[str, Any]:

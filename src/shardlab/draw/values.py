@@ -137,12 +137,12 @@ class _Network:
         Args:
             kinds: kinds of the held values.
         """
-        below = TOP + HEIGHT + 0.14
-        every = 1 if self.pitch > 0.4 else 4
-        for layer in range(0, self.layers, every):
+        label_y = TOP + HEIGHT + 0.14
+        interval = 1 if self.pitch > 0.4 else 4
+        for layer in range(0, self.layers, interval):
             left, _, right, _ = self.area(Kind.WEIGHT, layer)
             text = f"layer {layer}" if self.pitch > 0.8 else str(layer)
-            self.page.ink.text((left + right) / 2, below, text, size=7.5, color=FAINT, ha="center", va="center")
+            self.page.ink.text((left + right) / 2, label_y, text, size=7.5, color=FAINT, ha="center", va="center")
         if self.microbatches <= NUMBERED_ROWS:
             for row in range(self.microbatches):
                 place = (LEFT - 0.06, TOP + (row + 0.5) * HEIGHT / self.microbatches)

@@ -191,5 +191,5 @@ def test_the_file_of_an_exercise_is_edited_on_the_mesh_and_sizes_on_which_it_is_
         figures = grade(entry.exercise, entry.solution).figures
         assert judgement.step is not None
         assert figures is not None
-        assert judgement.step.shown[0].timeline.end == figures.time
+        assert judgement.step.timelines[0].timeline.end == figures.time
         found.close()

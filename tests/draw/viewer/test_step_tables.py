@@ -38,7 +38,7 @@ def test_the_ops_are_those_of_the_tapes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_times_are_those_of_the_timeline(name: str) -> None:
     step = step_of(name)
-    (shown,) = step.shown
+    (shown,) = step.timelines
     _, columns = decode(encode(step_tables(step)))
     timed = 0
     for row, events in enumerate(shown.timeline.events):
@@ -56,7 +56,7 @@ def test_the_largest_memory_is_the_peak_of_the_timeline(name: str) -> None:
     header, columns = decode(encode(step_tables(step)))
     (timeline,), total = header["timelines"], len(columns["memoryTime0"])
     assert len(columns["memory0"]) == total * len(timeline["categories"])
-    for row, peak in enumerate(step.shown[0].timeline.peak_memory_by_rank):
+    for row, peak in enumerate(step.timelines[0].timeline.peak_memory_by_rank):
         start, stop = int(columns["memoryRows0"][row]), int(columns["memoryRows0"][row + 1])
         live = [sum(columns["memory0"][at::total]) for at in range(start, stop)]
         assert max(live) == peak
@@ -80,9 +80,9 @@ def test_the_critical_path_is_the_one_of_the_simulation() -> None:
     step = step_of("gpipe")
     header, columns = decode(encode(step_tables(step)))
     assert header["timelines"][0]["path"]
-    assert step.shown[0].path is not None
+    assert step.timelines[0].path is not None
     assert list(zip(columns["pathRow0"], columns["pathOp0"], strict=True)) == [
-        (link.row, link.op) for link in step.shown[0].path
+        (link.row, link.op) for link in step.timelines[0].path
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_second_timeline_has_columns_of_its_own() -> None:
     header, columns = decode(encode(step_tables(step)))
     assert [each["name"] for each in header["timelines"]] == ["predicted", "measured"]
     assert columns["end0"] != columns["end1"]
-    assert header["timelines"][1]["figures"]["end"] == step.shown[1].timeline.end
+    assert header["timelines"][1]["figures"]["end"] == step.timelines[1].timeline.end
 
 
 def test_the_figures_are_those_of_the_step() -> None:
@@ -102,6 +102,6 @@ def test_the_figures_are_those_of_the_step() -> None:
 
 def test_a_step_without_lines_has_no_files() -> None:
     step = step_of("gpipe")
-    header, columns = decode(encode(step_tables(Step("", "", step.traced, step.shown))))
+    header, columns = decode(encode(step_tables(Step("", "", step.traced, step.timelines))))
     assert header["files"] == []
     assert set(columns["file"]) == {-1}

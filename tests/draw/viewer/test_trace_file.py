@@ -17,14 +17,14 @@ from tests.draw.viewer.steps import step_of, two_timelines
 
 
 def written(name: str, folder: Path) -> Path:
-    (shown,) = step_of(name).shown
+    (shown,) = step_of(name).timelines
     save_trace_events({"": (shown.timeline, shown.counters)}, folder / "trace.json")
     return folder / "trace.json"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "fsdp", "zero-2", "pipeline"])
 def test_a_trace_has_the_events_that_were_written(name: str, tmp_path: Path) -> None:
-    timeline = step_of(name).shown[0].timeline
+    timeline = step_of(name).timelines[0].timeline
     (read,) = read_trace_file(written(name, tmp_path))
     assert len(read.ranks) == len(timeline.events)
     for rank, events in zip(read.ranks, timeline.events, strict=True):
@@ -37,7 +37,7 @@ def test_a_trace_has_the_events_that_were_written(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["gpipe", "fsdp", "zero-2", "pipeline"])
 def test_the_figures_of_a_trace_are_those_of_its_timeline(name: str, tmp_path: Path) -> None:
-    expected = figures_of(step_of(name).shown[0].timeline)
+    expected = figures_of(step_of(name).timelines[0].timeline)
     found = read_trace_file(written(name, tmp_path))[0].figures
     assert found.end == pytest.approx(expected.end)
     assert (found.compute, found.exposed, found.overlap) == pytest.approx(
@@ -48,7 +48,7 @@ def test_the_figures_of_a_trace_are_those_of_its_timeline(name: str, tmp_path: P
 
 def test_a_trace_of_two_timelines_has_both(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    save_trace_events({each.name: (each.timeline, each.counters) for each in two_timelines().shown}, path)
+    save_trace_events({each.name: (each.timeline, each.counters) for each in two_timelines().timelines}, path)
     timelines = read_trace_file(path)
     assert [each.name for each in timelines] == ["predicted", "measured"]
     header, columns = decode(encode(trace_tables("", "", timelines)))
@@ -58,7 +58,7 @@ def test_a_trace_of_two_timelines_has_both(tmp_path: Path) -> None:
 
 def test_timelines_with_different_ops_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    one, other = step_of("fsdp").shown[0], step_of("gpipe").shown[0]
+    one, other = step_of("fsdp").timelines[0], step_of("gpipe").timelines[0]
     save_trace_events({"one": (one.timeline, None), "other": (other.timeline, None)}, path)
     with pytest.raises(UserError, match="'one' and 'other' of this trace have different ops"):
         trace_tables("", "", read_trace_file(path))

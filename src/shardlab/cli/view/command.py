@@ -244,8 +244,8 @@ def _contents_of_step(step: Step) -> PageContents:
     from shardlab.draw.rows import ranks_text
     from shardlab.draw.viewer.step_tables import step_tables
 
-    figures = {timeline.name: values for timeline, values in zip(step.shown, step.figures, strict=True)}
-    in_seconds, program = step.shown[0].timeline.in_seconds, step.traced.program
+    figures = {timeline.name: values for timeline, values in zip(step.timelines, step.figures, strict=True)}
+    in_seconds, program = step.timelines[0].timeline.in_seconds, step.traced.program
     rows = [ranks_text(stands_for(program, row)) for row in range(program.ranks)]
     return PageContents(step.title, step.note, step_tables(step), figures, in_seconds, rows, step.remarks)
 

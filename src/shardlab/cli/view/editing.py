@@ -66,8 +66,8 @@ class Judgement:
         """Return the judgement as JSON for the page."""
         answer: dict[str, Any] = {"sentence": self.sentence, "legal": self.legal, "files": self.files}
         if self.step is not None:
-            timeline = self.step.shown[0].timeline
-            bubble = self.step.shown[0].bubble if timeline.program.mesh.sizes()["pp"] > 1 else None
+            timeline = self.step.timelines[0].timeline
+            bubble = self.step.timelines[0].bubble if timeline.program.mesh.sizes()["pp"] > 1 else None
             answer["figures"] = {"time": timeline.end, "memory": timeline.peak_memory, "bubble": bubble}
             answer["data"] = encode(step_tables(self.step))
         return answer

@@ -33,10 +33,10 @@ def source_lines(strategy: Strategy, program: Program) -> list[list[SourcePlace 
     for rank, tape in zip(world.ranks, tapes, strict=True):
         rank.ops = tape
     world.run(strategy)
-    same = len(tapes) == program.ranks and all(
+    is_unchanged = len(tapes) == program.ranks and all(
         list(tape) == other for tape, other in zip(tapes, program.tapes, strict=True)
     )
-    return [tape.places for tape in tapes] if same else []
+    return [tape.places for tape in tapes] if is_unchanged else []
 
 
 class _PlaceTape(list[Op]):

@@ -68,7 +68,7 @@ class Step:
         title: title of the page.
         note: sentence below the title.
         traced: traced program.
-        shown: timelines of the program, from top to bottom.
+        timelines: timelines of the program, from top to bottom.
         schedule: name of the pipeline's schedule ("": none).
         lines: file and line that issued each op of each tape (empty: unknown).
         remarks: sentences below the figures, such as that there is no prediction.
@@ -77,7 +77,7 @@ class Step:
     title: str
     note: str
     traced: Traced
-    shown: Sequence[ShownTimeline]
+    timelines: Sequence[ShownTimeline]
     schedule: str = ""
     lines: Sequence[Sequence[tuple[str, int] | None]] = ()
     remarks: Sequence[str] = field(default_factory=list[str])
@@ -85,7 +85,7 @@ class Step:
     @cached_property
     def figures(self) -> list[Figures]:
         """Six figures of each timeline."""
-        return [figures_of(each.timeline, self.schedule, each.activity, each.bubble) for each in self.shown]
+        return [figures_of(entry.timeline, self.schedule, entry.activity, entry.bubble) for entry in self.timelines]
 
 
 def step_tables(step: Step) -> bytes:
@@ -143,10 +143,10 @@ def add_activity_columns(
     cause = {name: np.full(total, -1, dtype=np.int64) for name in ("causeRow", "causeOp")}
     reason = np.zeros(total, dtype=np.uint8)
     for row, (ops, causes) in enumerate(zip(rows, find_causes(activity), strict=True)):
-        for op, (why, place) in zip(ops, causes, strict=True):
+        for op, (op_reason, place) in zip(ops, causes, strict=True):
             at = starts[row] + op.op
             times["start"][at], times["end"][at] = op.start, op.end
-            reason[at] = REASONS.index(why)
+            reason[at] = REASONS.index(op_reason)
             if place is not None:
                 cause["causeRow"][at], cause["causeOp"][at] = place[0], rows[place[0]][place[1]].op
     last = {
@@ -165,12 +165,12 @@ def add_activity_columns(
 
 def _step_tables(step: Step) -> bytes:
     columns, program = Columns(), step.traced.program
-    header = step_header(step.title, step.note, in_seconds=step.shown[0].timeline.in_seconds)
+    header = step_header(step.title, step.note, in_seconds=step.timelines[0].timeline.in_seconds)
     header |= {"remarks": list(step.remarks), "microbatches": program.microbatches, "programLayers": program.layers}
     header |= {"layers": model_layer_count(program.sizes)}
     header["rows"] = [{"name": rank_name(program, row), "rank": rank_of(program, row)} for row in range(program.ranks)]
     header |= _add_ops(columns, step)
-    header["timelines"] = [_add_timeline(columns, number, each, step) for number, each in enumerate(step.shown)]
+    header["timelines"] = [_add_timeline(columns, number, entry, step) for number, entry in enumerate(step.timelines)]
     return columns.pack(header)
 
 
@@ -192,7 +192,7 @@ def _add_ops(columns: Columns, step: Step) -> dict[str, Any]:
     specs, forms, cells = Numbering[tuple[object, int]](), Numbering[object](), Numbering[int]()
     spec_texts: list[str] = []
     sizes: list[int] = []
-    size_of = program.sizes.bytes if step.shown[0].timeline.in_seconds else program.sizes.elements
+    size_of = program.sizes.bytes if step.timelines[0].timeline.in_seconds else program.sizes.elements
     names = ("kind", "layer", "modelLayer", "text", "first", "communication", "group", "peer")
     ops: dict[str, list[int]] = {name: [] for name in (*names, "file", "line")}
     values: dict[str, list[int]] = {"inputStart": [0], "input": [], "outputStart": [0], "output": []}
@@ -234,7 +234,7 @@ def _add_ops(columns: Columns, step: Step) -> dict[str, Any]:
             values["inputStart"].append(len(values["input"]))
             values["outputStart"].append(len(values["output"]))
         row_starts.append(len(ops["kind"]))
-    members = [[(row, op) for row, _, op in each.participants] for each in traced.communications]
+    members = [[(row, op) for row, _, op in communication.participants] for communication in traced.communications]
     add_op_columns(columns, ops)
     for name in ("group", "peer", "file", "line"):
         columns.add(name, "i32", ops[name])
@@ -244,7 +244,7 @@ def _add_ops(columns: Columns, step: Step) -> dict[str, Any]:
     columns.add("valueStart", "u32", value_starts)
     columns.add("valueSpec", "u32", value_specs)
     columns.add("specForm", "u32", [forms(form) for form, _ in specs.items])
-    columns.add("specCells", "u32", [cells(each) for _, each in specs.items])
+    columns.add("specCells", "u32", [cells(mask) for _, mask in specs.items])
     columns.add("specSize", "f64", sizes)
     add_members(columns, members)
     return {
@@ -253,15 +253,15 @@ def _add_ops(columns: Columns, step: Step) -> dict[str, Any]:
         "files": files.items,
         "specs": spec_texts,
         "forms": [_form_as_json(form) for form in forms.items],
-        "cells": [f"{each:x}" for each in cells.items],
+        "cells": [f"{mask:x}" for mask in cells.items],
     }
 
 
 def add_members(columns: Columns, members: Sequence[Sequence[tuple[int, int]]]) -> None:
     """Add the members of each communication: their rows and ops."""
-    columns.add("memberStart", "u32", [0, *np.cumsum([len(each) for each in members]).tolist()])
-    columns.add("memberRow", "u32", [row for each in members for row, _ in each])
-    columns.add("memberOp", "u32", [op for each in members for _, op in each])
+    columns.add("memberStart", "u32", [0, *np.cumsum([len(group) for group in members]).tolist()])
+    columns.add("memberRow", "u32", [row for group in members for row, _ in group])
+    columns.add("memberOp", "u32", [op for group in members for _, op in group])
 
 
 def _form_as_json(form: Any) -> dict[str, Any]:
@@ -278,20 +278,20 @@ def _form_as_json(form: Any) -> dict[str, Any]:
     }
 
 
-def _add_timeline(columns: Columns, number: int, shown: ShownTimeline, step: Step) -> dict[str, Any]:
-    timeline, program = shown.timeline, step.traced.program
-    activity = shown.activity
+def _add_timeline(columns: Columns, number: int, entry: ShownTimeline, step: Step) -> dict[str, Any]:
+    timeline, program = entry.timeline, step.traced.program
+    activity = entry.activity
     starts = [0, *np.cumsum([len(tape) for tape in program.tapes]).tolist()]
-    categories = add_activity_columns(columns, number, activity, starts, shown.counters)
-    columns.add(f"reached{number}", "f64", _reached(program, timeline, activity))
-    path = shown.path
+    categories = add_activity_columns(columns, number, activity, starts, entry.counters)
+    columns.add(f"reached{number}", "f64", _arrival_times(program, timeline, activity))
+    path = entry.path
     if path is not None:
         columns.add(f"pathRow{number}", "u32", [link.row for link in path])
         columns.add(f"pathOp{number}", "u32", [link.op for link in path])
         columns.add(f"pathStart{number}", "f64", [link.start for link in path])
         columns.add(f"pathEnd{number}", "f64", [link.end for link in path])
     return {
-        "name": shown.name,
+        "name": entry.name,
         "end": timeline.end,
         "categories": categories,
         "path": path is not None,
@@ -299,7 +299,7 @@ def _add_timeline(columns: Columns, number: int, shown: ShownTimeline, step: Ste
     }
 
 
-def _reached(program: Program, timeline: Timeline, activity: Activity) -> list[float]:
+def _arrival_times(program: Program, timeline: Timeline, activity: Activity) -> list[float]:
     """Return the time at which each rank reaches each op, including ops that take no time."""
     reached: list[float] = []
     for row, (ops, arrivals) in enumerate(zip(activity.rows, find_arrivals(activity), strict=True)):

@@ -79,10 +79,10 @@ class TraceTimeline:
             for at, (kind, start, end, *_) in sorted(rank.ops.items()):
                 places[row, at] = row, len(ops)
                 ops.append(TimedOp(at, kind, start, end, (), number_of.get((row, at), -1)))
-            waits = _awaited(ops)
+            waits = _find_awaited(ops)
             rows.append([op._replace(waits=waits.get(place, ())) for place, op in enumerate(ops)])
             last_waits.append(waits.get(len(ops), ()))
-        members = [[places[place] for place in each] for each in communications]
+        members = [[places[place] for place in communication] for communication in communications]
         return Activity(rows, members, last_waits, max((op.end for ops in rows for op in ops), default=0.0))
 
     @cached_property
@@ -145,11 +145,13 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     ops: dict[str, list[int]] = {name: [] for name in ("kind", "layer", "modelLayer", "text", "first", "communication")}
     starts = [0]
     for row in range(len(first.ranks)):
-        count = max(max(each.ranks[row].ops, default=-1) for each in timelines if row < len(each.ranks)) + 1
-        about = {at: op for each in timelines if row < len(each.ranks) for at, op in each.ranks[row].ops.items()}
+        count = max(max(timeline.ranks[row].ops, default=-1) for timeline in timelines if row < len(timeline.ranks)) + 1
+        row_ops = {
+            at: op for timeline in timelines if row < len(timeline.ranks) for at, op in timeline.ranks[row].ops.items()
+        }
         _require_same(timelines, row)
         for at in range(count):
-            kind, _, _, layer, microbatches, model_layer = about.get(at, (OpKind.FREE, 0.0, 0.0, -1, "", -1))
+            kind, _, _, layer, microbatches, model_layer = row_ops.get(at, (OpKind.FREE, 0.0, 0.0, -1, "", -1))
             ops["kind"].append(KINDS.index(kind))
             ops["layer"].append(layer)
             ops["modelLayer"].append(model_layer)
@@ -157,7 +159,7 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
             number = re.match(r"\d+", microbatches)
             ops["first"].append(int(number[0]) if number else -1)
         starts.append(len(ops["kind"]))
-    communications = _communications([link for each in timelines[:1] for link in each.links])
+    communications = _communications([link for timeline in timelines[:1] for link in timeline.links])
     number_of = {place: number for number, members in enumerate(communications) for place in members}
     ops["communication"] = [
         number_of.get((row, at), -1) for row in range(len(first.ranks)) for at in range(starts[row + 1] - starts[row])
@@ -169,16 +171,16 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     header |= {"remarks": ["A trace has no program, so the page does not know what an op reads and makes."]}
     header |= {"texts": texts.items, "rows": [{"name": rank.name, "rank": row} for row, rank in enumerate(first.ranks)]}
     header |= {"layers": max(ops["modelLayer"], default=0) + 1, "microbatches": max(ops["first"], default=0) + 1}
-    shown: list[dict[str, Any]] = []
-    for number, each in enumerate(timelines):
-        activity = each.activity
-        counters = [rank.counter for rank in each.ranks]
+    entries: list[dict[str, Any]] = []
+    for number, timeline in enumerate(timelines):
+        activity = timeline.activity
+        counters = [rank.counter for rank in timeline.ranks]
         categories = add_activity_columns(columns, number, activity, starts, counters)
-        figures = each.figures.as_dict()
-        shown.append(
-            {"name": each.name, "end": activity.end, "categories": categories, "path": False, "figures": figures}
+        figures = timeline.figures.as_dict()
+        entries.append(
+            {"name": timeline.name, "end": activity.end, "categories": categories, "path": False, "figures": figures}
         )
-    return columns.pack({**header, "timelines": shown})
+    return columns.pack({**header, "timelines": entries})
 
 
 def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
@@ -203,8 +205,8 @@ def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
             ranks[process].counter.append((event["ts"] / MICRO, event["args"]))
         elif phase in ("s", "f"):
             flows[event["id"]][phase] = FlowEnd(event["name"], process, event["tid"], event["ts"] / MICRO)
-    for each in spans.values():
-        each.sort()
+    for thread_spans in spans.values():
+        thread_spans.sort()
     order = sorted(ranks)
     groups: dict[str, list[int]] = {}
     for process in order:
@@ -219,7 +221,7 @@ def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
             links[names[source.process][0]].append((source.name, *places))
     for process in order:
         ranks[process].name = names[process][1]
-    return [TraceTimeline(name, [ranks[each] for each in group], links[name]) for name, group in groups.items()]
+    return [TraceTimeline(name, [ranks[process] for process in group], links[name]) for name, group in groups.items()]
 
 
 def _op_at(spans: Sequence[tuple[float, float, int]], time: float) -> int | None:
@@ -240,29 +242,29 @@ def _communications(links: Sequence[tuple[str, Place, Place]]) -> list[list[Plac
     return [*messages, *collectives.values()]
 
 
-def _awaited(ops: Sequence[TimedOp]) -> dict[int, tuple[int, ...]]:
+def _find_awaited(ops: Sequence[TimedOp]) -> dict[int, tuple[int, ...]]:
     """Return the communications that a rank awaits before each op: those that end while it does not compute."""
     waits: dict[int, tuple[int, ...]] = {}
-    ended = sorted((op.end, place) for place, op in enumerate(ops) if not op.computes and op.end > op.start)
+    ends = sorted((op.end, place) for place, op in enumerate(ops) if not op.computes and op.end > op.start)
     clock = 0.0
     for place, op in enumerate(ops):
         if op.computes:
             if op.start > clock:
-                between = ended[bisect_right(ended, (clock, len(ops))) : bisect_right(ended, (op.start, len(ops)))]
-                waits[place] = tuple(at for _, at in between if at < place)
+                awaited_ends = ends[bisect_right(ends, (clock, len(ops))) : bisect_right(ends, (op.start, len(ops)))]
+                waits[place] = tuple(at for _, at in awaited_ends if at < place)
             clock = max(clock, op.end)
-    waits[len(ops)] = tuple(at for _, at in ended[bisect_right(ended, (clock, len(ops))) :])
+    waits[len(ops)] = tuple(at for _, at in ends[bisect_right(ends, (clock, len(ops))) :])
     return waits
 
 
 def _require_same(timelines: Sequence[TraceTimeline], row: int) -> None:
     first = timelines[0]
     for other in timelines[1:]:
-        same = len(other.ranks) == len(first.ranks)
-        if same:
+        is_same = len(other.ranks) == len(first.ranks)
+        if is_same:
             one, two = first.ranks[row].ops, other.ranks[row].ops
-            same = all(one[at][0] is two[at][0] and one[at][3] == two[at][3] for at in one.keys() & two.keys())
-        if not same:
+            is_same = all(one[at][0] is two[at][0] and one[at][3] == two[at][3] for at in one.keys() & two.keys())
+        if not is_same:
             raise UserError(
                 f"the timelines {first.name!r} and {other.name!r} of this trace have different ops, so they have no "
                 "common page; write a trace of one of them"
