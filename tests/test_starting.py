@@ -28,9 +28,9 @@ def test_a_terminal_shows_that_the_command_is_loaded_until_it_is(
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pyright: ignore
     starting.leave_when_interrupted()
     notice.join()
-    starting.loaded()
+    starting.finish_loading()
     assert capfd.readouterr().err == "shardlab: loading\r\x1b[2K"
-    starting.loaded()
+    starting.finish_loading()
     assert capfd.readouterr().err == "", "a second command of this process has no line to erase"
 
 

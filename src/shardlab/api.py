@@ -167,11 +167,11 @@ class Prediction:
 
     def __repr__(self) -> str:
         speed, limit = f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}", self.forecast.memory.capacity
-        sure = {each.figure: f" ± {each.error:.0%}" for each in self.confidence}
+        errors = {estimate.figure: f" ± {estimate.error:.0%}" for estimate in self.confidence}
         doubt = ", may not fit" if self.may_not_fit else ""
         fits = doubt if self.fits else ", does not fit"
-        memory = f"{bytes_text(self.memory, 1)}{sure.get('memory', '')} of {bytes_text(limit, 1)}{fits}"
-        return f"<Prediction {seconds_text(self.seconds)}{sure['time']} a step, {speed}, {memory}>"
+        memory = f"{bytes_text(self.memory, 1)}{errors.get('memory', '')} of {bytes_text(limit, 1)}{fits}"
+        return f"<Prediction {seconds_text(self.seconds)}{errors['time']} a step, {speed}, {memory}>"
 
     @property
     def confidence(self) -> tuple[Confidence, ...]:
@@ -287,10 +287,10 @@ def predict(
     return _prediction(workload, forecast(workload))
 
 
-def _prediction(workload: Workload, found: Forecast) -> Prediction:
-    seconds, memory = found.seconds, found.memory
+def _prediction(workload: Workload, forecast: Forecast) -> Prediction:
+    seconds, memory = forecast.seconds, forecast.memory
     speed, mfu = workload.tokens / seconds, workload.mfu(seconds)
-    return Prediction(seconds, speed, mfu, memory.unlimited, memory.fits, workload, found)
+    return Prediction(seconds, speed, mfu, memory.unlimited, memory.fits, workload, forecast)
 
 
 @dataclass(frozen=True)
@@ -324,8 +324,8 @@ class ChosenPlan:
         from shardlab.cli.plan.report import PlanReport
 
         command, choice, text = self.command, self.choice, StringIO()
-        how = command.commands_for(choice)
-        report = PlanReport(choice, command.model or "", command.cluster or "", how, command.top)
+        commands = command.commands_for(choice)
+        report = PlanReport(choice, command.model or "", command.cluster or "", commands, command.top)
         # Jupyter sets FORCE_COLOR, which would colour this text as well.
         console = Console(file=text, highlight=False, force_terminal=False, force_jupyter=False, color_system=None)
         report.report(explain=command.explain).print(console)
@@ -361,8 +361,8 @@ def plan(model: str, cluster: str, *, recipe: str | None = None, seconds: float 
     for name, value in {"model": model, "cluster": cluster}.items():
         if not isinstance(value, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse_argument(name, value, "a name, or a file")
-    given = {"model": model, "cluster": cluster, "recipe": recipe, "seconds": seconds, **limits}
-    command = cast("PlanCommand", command_from("plan", [], given))
+    arguments = {"model": model, "cluster": cluster, "recipe": recipe, "seconds": seconds, **limits}
+    command = cast("PlanCommand", command_from("plan", [], arguments))
     choice = command.search(command.problem(), began)
     best = choice.best
     prediction = _prediction(choice.problem.workload(best.candidate), best.forecast)
@@ -550,8 +550,8 @@ def _inputs(
     elif callable(strategy):
         code = getattr(strategy, "__code__", None)
         name = f"{code.co_filename}:{code.co_name}" if code else "program"
-        known = [each for each in STRATEGIES.values() if each.program is strategy]
-        entry = known[0] if known else StrategyEntry(name, strategy, "as its program says", "")
+        entries = [candidate for candidate in STRATEGIES.values() if candidate.program is strategy]
+        entry = entries[0] if entries else StrategyEntry(name, strategy, "as its program says", "")
         count = entry.ranks if count is None else count
     elif inspect.iscoroutine(strategy):
         strategy.close()  # which would otherwise warn that it was never awaited

@@ -24,7 +24,7 @@ NOTICE_SECONDS = 1.0
 
 
 def show_notice() -> None:
-    """Show that the command is being loaded, in a line that `loaded` erases."""
+    """Show that the command is being loaded, in a line that `finish_loading` erases."""
     os.write(2, b"shardlab: loading\r")
     _shown.set()
 
@@ -59,7 +59,7 @@ def leave_when_interrupted() -> None:
             _notice.start()
 
 
-def loaded() -> None:
+def finish_loading() -> None:
     """Restore Python's handler of Ctrl-C, which raises KeyboardInterrupt, and erase the line about loading."""
     _notice.cancel()
     if _shown.is_set():
@@ -69,7 +69,7 @@ def loaded() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def ended(status: int) -> None:
+def exit_on_interrupt(status: int) -> None:
     """Let Ctrl-C end this process at once with a status, if it runs the command and no other handler is set.
 
     Otherwise, Python would print a traceback if Ctrl-C is pressed while it ends the process.

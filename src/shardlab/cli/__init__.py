@@ -55,7 +55,7 @@ from shardlab.cli.view.command import View
 from shardlab.common.errors import refuse_long_names
 from shardlab.common.user_code import trace_limits
 from shardlab.language import Refused, UserError
-from shardlab.starting import INTERRUPTED, ended, loaded
+from shardlab.starting import INTERRUPTED, exit_on_interrupt, finish_loading
 from shardlab.strategies import STRATEGIES
 from shardlab.train.launch.interrupt import ignore_errors
 
@@ -123,14 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stderr(ignore_errors(sys.stderr)):
             status = _run(argv)
     finally:
-        ended(status)
+        exit_on_interrupt(status)
     return status
 
 
 def _run(argv: Sequence[str] | None) -> int:
     command: Command | None = None
     try:
-        loaded()
+        finish_loading()
         try:
             command = command_of(list(sys.argv[1:] if argv is None else argv))
         except SystemExit:  # tyro has printed its help
@@ -146,7 +146,7 @@ def _run(argv: Sequence[str] | None) -> int:
             print_json({"refused": error.fields()})
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:  # an interrupt of ranks names its reason
-        ended(INTERRUPTED)  # a second Ctrl-C
+        exit_on_interrupt(INTERRUPTED)  # a second Ctrl-C
         print(f"shardlab: interrupted{f' ({interrupt})' if str(interrupt) else ''}", file=sys.stderr)
         return INTERRUPTED
     except (ImportError, OSError, EOFError) as error:

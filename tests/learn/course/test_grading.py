@@ -14,7 +14,7 @@ from shardlab.language import Mesh, Rank, UserError
 from shardlab.learn.course import check
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, course, find
 from shardlab.learn.course.exercise import Exercise, Goals
-from shardlab.learn.course.grading import elements_sent, grade, refused
+from shardlab.learn.course.grading import elements_sent, grade, refused_grade
 from shardlab.strategies import Plan
 from shardlab.strategies import find as find_strategy
 from shardlab.strategies.schedules import Action, Backward, Forward, Schedule
@@ -191,7 +191,7 @@ def test_an_error_that_is_no_typical_mistake_gets_no_advice_of_one(entry: Course
         f"{entry.name}.py:35 cannot be run: SyntaxError: expected ':'",
         f"the schedule {entry.name}, rank 0, line 35: TypeError: unsupported operand.",
     ):
-        assert refused(entry.exercise, UserError(sentence)).mistake is None, sentence
+        assert refused_grade(entry.exercise, UserError(sentence)).mistake is None, sentence
 
 
 @pytest.mark.parametrize("entry", KEPT, ids=lambda entry: entry.name)

@@ -122,14 +122,14 @@ def file_text(module: str, *, solved: bool) -> str:
     """
     lines: list[str] = []
     solution, start = False, False  # whether the line is in a solution, and whether it is after its `# START`
-    written = 0  # number of lines written in this solution
+    lines_before = 0  # number of lines before this solution
     for line in module.partition(END)[0].rstrip().splitlines():
         mark = line.strip()
         indent = line[: len(line) - len(line.lstrip())]
         if mark == BEGIN_SOLUTION:
-            solution, written = True, len(lines)
+            solution, lines_before = True, len(lines)
         elif solution and mark == END_SOLUTION:
-            if not solved and len(lines) == written:
+            if not solved and len(lines) == lines_before:
                 lines.append(f"{indent}# Your code here.")
             solution = start = False
         elif solution and mark == START:

@@ -25,7 +25,7 @@ from shardlab.common.user_code import file_and_name, find_member, load_module, r
 from shardlab.learn.course import catalogue
 from shardlab.learn.course.catalogue import CourseEntry, all_entries
 from shardlab.learn.course.exercise import Exercise
-from shardlab.learn.course.grading import ExerciseGrade, grade, refused
+from shardlab.learn.course.grading import ExerciseGrade, grade, refused_grade
 
 PROGRESS = "progress.json"
 """Name of the file with the progress."""
@@ -97,18 +97,18 @@ class CourseFolder:
         """
         file = path / PROGRESS
         if not file.is_file():
-            where = "this folder is" if path == Path() else f"{path} is"
+            subject = "this folder is" if path == Path() else f"{path} is"
             if (path.absolute().parent / PROGRESS).is_file():
-                raise UserError(f"{where} inside a course folder; go there: cd {path / '..'}")
-            raise UserError(f"{where} not a course folder; make one: shardlab learn init course, then cd course")
+                raise UserError(f"{subject} inside a course folder; go there: cd {path / '..'}")
+            raise UserError(f"{subject} not a course folder; make one: shardlab learn init course, then cd course")
         try:
-            read = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} cannot be read: {why_unreadable(error)}") from error
         except ValueError as error:
             remedy = f"delete it, then `shardlab learn init {path}` writes a new one and keeps your files"
             raise UserError(f"{file} is damaged ({error}); {remedy}") from None
-        folder = cls._from_json(path, read)
+        folder = cls._from_json(path, content)
         try:
             folder._write_starts()
         except OSError as error:
@@ -155,7 +155,7 @@ class CourseFolder:
         file, copy = self.file(entry), None
         if file.exists() and file.read_text(encoding="utf-8", errors="replace") != entry.start_text:
             numbers = range(1, 1 + len(list(file.parent.glob(f"{entry.name}.py.*"))) + 1)
-            copy = next(each for n in numbers if not (each := file.with_name(f"{file.name}.{n}")).exists())
+            copy = next(candidate for n in numbers if not (candidate := file.with_name(f"{file.name}.{n}")).exists())
             file.rename(copy)
         if entry.name in self.passed:
             self.passed.remove(entry.name)
@@ -198,9 +198,9 @@ class CourseFolder:
         if entry.name not in self.passed:
             self.passed.append(entry.name)
         if entry.name == self.current:
-            left = [each for each in all_entries() if each.name not in self.passed]
-            later = [each for each in left if each.exercise.number > entry.exercise.number]
-            self.current = (later or left or [entry])[0].name
+            remaining = [candidate for candidate in all_entries() if candidate.name not in self.passed]
+            later = [candidate for candidate in remaining if candidate.exercise.number > entry.exercise.number]
+            self.current = (later or remaining or [entry])[0].name
         self.save()
 
     def write_notebooks(self) -> None:
@@ -213,32 +213,32 @@ class CourseFolder:
 
     def save(self) -> None:
         """Write the progress. If writing is interrupted, the old file is kept."""
-        known = {
+        fields = {
             "format": max(FORMAT, self.format),
             "current": self.current,
             "passed": self.passed,
             "hints": self.hints,
             "starts": self.starts,
         }
-        write_atomically(self.path / PROGRESS, json.dumps(self.others | known, indent=2) + "\n")
+        write_atomically(self.path / PROGRESS, json.dumps(self.others | fields, indent=2) + "\n")
 
     @classmethod
-    def _from_json(cls, path: Path, read: object) -> CourseFolder:
+    def _from_json(cls, path: Path, content: object) -> CourseFolder:
         """Return the folder for a progress file's content. Invalid fields count as missing: students may edit it."""
-        fields = cast(dict[str, Any], read) if isinstance(read, dict) else {}
-        known = {entry.name for entry in all_entries()}
+        fields = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+        exercise_names = {entry.name for entry in all_entries()}
 
         def table(name: str, kind: type) -> dict[str, Any]:
             values = fields.get(name)
             items = cast(dict[str, Any], values).items() if isinstance(values, dict) else ()
             return {key: value for key, value in items if isinstance(value, kind)}
 
-        passed = fields.get("passed")
-        names = [name for name in cast(list[Any], passed) if isinstance(name, str)] if isinstance(passed, list) else []
+        values = fields.get("passed")
+        names = [name for name in cast(list[Any], values) if isinstance(name, str)] if isinstance(values, list) else []
         current = fields.get("current")
-        if current not in known:
-            left = [entry.name for entry in all_entries() if entry.name not in names]
-            current = (left or [all_entries()[0].name])[0]
+        if current not in exercise_names:
+            remaining = [entry.name for entry in all_entries() if entry.name not in names]
+            current = (remaining or [all_entries()[0].name])[0]
         hints = {name: min(max(0, number), HINTS) for name, number in table("hints", int).items()}
         others = {name: value for name, value in fields.items() if name not in cls.__dataclass_fields__}
         version = fields.get("format")
@@ -249,12 +249,12 @@ class CourseFolder:
         """Write the start of each exercise without a file, and of each whose file is an older, unedited start."""
         changed = not (self.path / PROGRESS).exists()
         for entry in all_entries():
-            file, written = self.file(entry), self.starts.get(entry.name)
+            file, start_hash = self.file(entry), self.starts.get(entry.name)
             if file.exists():
                 text = file.read_bytes()
-                if _hash(text) != written or _hash(entry.start_text.encode()) == written:
+                if _hash(text) != start_hash or _hash(entry.start_text.encode()) == start_hash:
                     continue
-            elif written:
+            elif start_hash:
                 self.restored.append(file)
             self._write_start(entry)
             changed = True
@@ -302,7 +302,7 @@ def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
         module = run_stepwise(lambda: load_module(path), lambda: 0, lambda: f"the end of {path.name}")
         _, solution = find_member(module, path, entry.name, ("function", "functions"), inspect.isfunction)
     except (Refused, UserError) as error:
-        return refused(entry.exercise, error)
+        return refused_grade(entry.exercise, error)
     return grade(entry.exercise, solution)
 
 

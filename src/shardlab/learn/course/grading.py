@@ -50,7 +50,7 @@ TOLERANCE = 1e-6
 """Relative amount by which a time may exceed its goal, since times are sums of floating-point numbers."""
 
 
-_HELD = {
+_CATEGORY_NAMES = {
     Category.PARAMETERS: "weights",
     Category.GRADIENTS: "weights' gradients",
     Category.OPTIMIZER: "optimizer state",
@@ -221,45 +221,45 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
     """
     with never_awaited() as dropped:
         try:
-            result = _graded(exercise, solution)
+            result = _grade_solution(exercise, solution)
         except (Refused, UserError) as error:
-            result = refused(exercise, error)
+            result = refused_grade(exercise, error)
     if dropped and result.stage == "refused":  # the forgotten `await` is the likelier reason
-        return refused(exercise, dropped_coroutine(dropped[0].name, dropped[0].line))
+        return refused_grade(exercise, dropped_coroutine(dropped[0].name, dropped[0].line))
     for coroutine in dropped:
         coroutine.warn()
     return result
 
 
-def refused(exercise: Exercise, error: Refused | UserError) -> ExerciseGrade:
+def refused_grade(exercise: Exercise, error: Refused | UserError) -> ExerciseGrade:
     """Return the grade of a wrong solution, or of a file that fails."""
     if isinstance(error, Stalled):
         error.remedy = error.remedy.partition(", or raise --")[0]  # the course has no option for slow programs
     elif isinstance(error, Endless):
         error.remedy = "let its loops end"
     rule = error.rule if isinstance(error, Refused) else ""
-    return _failed(exercise, "refused", str(error), ExerciseGrade(exercise, "refused", rule=rule))
+    return _failed_grade(exercise, "refused", str(error), ExerciseGrade(exercise, "refused", rule=rule))
 
 
-def _graded(exercise: Exercise, solution: Any) -> ExerciseGrade:
+def _grade_solution(exercise: Exercise, solution: Any) -> ExerciseGrade:
     """Grade a solution.
 
     Raises:
         Refused, UserError: if it is wrong.
     """
     if exercise.cluster:
-        return _compared(exercise, ExerciseGrade(exercise, "passed", figures=_predicted(exercise, _plan(solution))))
-    checked = _checked(exercise, solution)
+        return _compare_goals(exercise, ExerciseGrade(exercise, "passed", figures=_predict(exercise, _plan(solution))))
+    checked = _check_solution(exercise, solution)
     timeline = simulate(checked)
     figures = Figures(timeline.end, timeline.peak_memory, elements_sent(checked))
-    published = _published(exercise, checked)
+    published = _puzzle_figures(exercise, checked)
     result = ExerciseGrade(exercise, "passed", figures=figures, checked=checked, timeline=timeline, published=published)
     for technique in exercise.techniques:
         if sentence := technique(checked):
-            result = _failed(exercise, "technique", sentence, result)
+            result = _failed_grade(exercise, "technique", sentence, result)
             break
     else:
-        result = _compared(exercise, result)
+        result = _compare_goals(exercise, result)
     return result if result.passed or exercise.kind != "rank" else _with_lines(result, solution)
 
 
@@ -280,7 +280,7 @@ def _with_lines(result: ExerciseGrade, solution: Any) -> ExerciseGrade:
     return replace(result, finding=_PLACE.sub(line, result.finding), advice=_PLACE.sub(line, result.advice))
 
 
-def _checked(exercise: Exercise, solution: Any) -> Checked:
+def _check_solution(exercise: Exercise, solution: Any) -> Checked:
     """Trace and check a solution.
 
     Raises:
@@ -336,7 +336,7 @@ def _plan(solution: Any) -> Plan:
     return plan
 
 
-def _predicted(exercise: Exercise, plan: Plan) -> Figures:
+def _predict(exercise: Exercise, plan: Plan) -> Figures:
     """Return the predicted figures of a plan on the exercise's cluster.
 
     Raises:
@@ -347,20 +347,22 @@ def _predicted(exercise: Exercise, plan: Plan) -> Figures:
     model, precision = find_model(exercise.model), find_precision("bf16")
     prediction = forecast(Workload(plan, model, cluster, exercise.microbatches, 1, precision))
     if not prediction.memory.fits:
-        need, have = prediction.memory.unlimited, prediction.memory.capacity
-        held = max(prediction.peaks, key=lambda peak: peak.bytes).by_category
-        largest = sorted(_HELD, key=lambda category: held[category.value], reverse=True)
+        need, capacity = prediction.memory.unlimited, prediction.memory.capacity
+        held_bytes = max(prediction.peaks, key=lambda peak: peak.bytes).by_category
+        largest = sorted(_CATEGORY_NAMES, key=lambda category: held_bytes[category.value], reverse=True)
         parts = [
-            f"{held[each.value] / 2**30:.0f} GiB of {_HELD[each]}" for each in largest if held[each.value] >= 2**30
+            f"{held_bytes[category.value] / 2**30:.0f} GiB of {_CATEGORY_NAMES[category]}"
+            for category in largest
+            if held_bytes[category.value] >= 2**30
         ]
         raise UserError(
-            f"a device needs {need / 2**30:.1f} GiB and has {have / 2**30:.1f} GiB: {', '.join(parts)}; shard or "
+            f"a device needs {need / 2**30:.1f} GiB and has {capacity / 2**30:.1f} GiB: {', '.join(parts)}; shard or "
             "recompute more"
         )
     return Figures(prediction.seconds, round(prediction.memory.unlimited))
 
 
-def _published(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:
+def _puzzle_figures(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:
     """Return the figures in puzzle costs if the exercise is one of the puzzles, else None."""
     if not exercise.puzzle:
         return None
@@ -370,10 +372,10 @@ def _published(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:
 
 def elements_sent(checked: Checked) -> int:
     """Return the largest number of elements that a rank sends. Collectives count as ring algorithms (`traffic`)."""
-    return round(max(each.elements for each in traffic(checked)))
+    return round(max(rank_traffic.elements for rank_traffic in traffic(checked)))
 
 
-def _compared(exercise: Exercise, result: ExerciseGrade) -> ExerciseGrade:
+def _compare_goals(exercise: Exercise, result: ExerciseGrade) -> ExerciseGrade:
     """Compare a correct solution with the goals."""
     goals, figures = exercise.goals, result.figures
     assert figures is not None
@@ -385,7 +387,7 @@ def _compared(exercise: Exercise, result: ExerciseGrade) -> ExerciseGrade:
         missed.append(f"too much memory: {_number(figures.memory)}, goal {_number(goals.memory)}{excess}")
     if figures.sent is not None and _is_missed(figures.sent, goals.sent):
         missed.append(f"too much is sent: {_number(figures.sent)}, goal {_number(goals.sent)}")
-    return _failed(exercise, "goals", "; ".join(missed), result) if missed else result
+    return _failed_grade(exercise, "goals", "; ".join(missed), result) if missed else result
 
 
 def _is_missed(value: float, goal: float | None) -> bool:
@@ -399,21 +401,21 @@ def _excess(exercise: Exercise, checked: Checked, timeline: Timeline) -> str:
     solution, the same op is looked at, or if there is none, the op where that rank holds most.
     """
     rank = max(range(len(timeline.events)), key=timeline.peak_memory_by_rank.__getitem__)
-    reference = _checked(exercise, find_exercise(exercise.number).solution)
+    reference = _check_solution(exercise, find_exercise(exercise.number).solution)
     fullest, events = _fullest(timeline.events[rank]), simulate(reference).events[rank]
-    same = [event for event in events if event[2:5] == fullest[2:5]]  # kind, layer and microbatches
+    same_events = [event for event in events if event[2:5] == fullest[2:5]]  # kind, layer and microbatches
     pairs = zip(
         CATEGORIES,
         memory_in_elements(checked)[rank].at_starts[fullest.op],
-        memory_in_elements(reference)[rank].at_starts[_fullest(same or events).op],
+        memory_in_elements(reference)[rank].at_starts[_fullest(same_events or events).op],
         strict=True,
     )
-    category, here, there = max(pairs, key=lambda pair: pair[1] - pair[2])
-    if here <= there:
+    category, elements, reference_elements = max(pairs, key=lambda pair: pair[1] - pair[2])
+    if elements <= reference_elements:
         return ""
-    held = _live_of(category, checked, rank, fullest.op)
-    surplus = held - _live_of(category, reference, rank, _fullest(same).op) if same else None
-    return f", with an excess of {_HELD[category]}{f': {values_text(surplus)}' if surplus else ''}"
+    held_values = _live_of(category, checked, rank, fullest.op)
+    surplus = held_values - _live_of(category, reference, rank, _fullest(same_events).op) if same_events else None
+    return f", with an excess of {_CATEGORY_NAMES[category]}{f': {values_text(surplus)}' if surplus else ''}"
 
 
 def _live_of(category: Category, checked: Checked, rank: int, at: int) -> Counter[Spec]:
@@ -427,16 +429,16 @@ def _fullest(events: Sequence[Event]) -> Event:
     return max(events, key=lambda event: event.memory)
 
 
-def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrade | None = None) -> ExerciseGrade:
+def _failed_grade(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrade | None = None) -> ExerciseGrade:
     """Return the grade of a solution that fails, with the advice of the mistake that matches the finding."""
-    known = (mistake for mistake in exercise.mistakes if re.search(mistake.shows, finding))
+    matches = (mistake for mistake in exercise.mistakes if re.search(mistake.shows, finding))
     result = replace(result or ExerciseGrade(exercise, stage), stage=stage, finding=finding)
     is_full = "too much memory" in finding and exercise.kind == "rank"
     if is_full and result.checked and (advice := _never_awaited(result.checked)):
         return replace(result, advice=advice)
     if result.rule in ADVICE_OF_CALLS:
         return replace(result, advice=ADVICE_OF_CALLS[result.rule])
-    mistake = next(known, None)
+    mistake = next(matches, None)
     return replace(result, mistake=mistake, advice=mistake.advice if mistake else _general_advice(result))
 
 
@@ -481,7 +483,7 @@ def _general_advice(result: ExerciseGrade) -> str:
     if "too slow" in result.finding:
         idle = Clocks(checked, TEACHING_COSTS).run().idle
         lengths = [
-            (rank, each.op, round(each.until - each.since, 6)) for rank, waits in enumerate(idle) for each in waits
+            (rank, wait.op, round(wait.until - wait.since, 6)) for rank, waits in enumerate(idle) for wait in waits
         ]
         rank, op, longest = max(lengths, key=itemgetter(2), default=(0, 0, 0.0))  # the first of equal maxima
         if not longest:
@@ -504,14 +506,14 @@ def _surplus_traffic(exercise: Exercise, checked: Checked) -> tuple[int, int] | 
 
     The result is None if there is no such op.
     """
-    sent = [each.elements for each in traffic(checked)]
-    rank = sent.index(max(sent))
-    reference = _checked(exercise, find_exercise(exercise.number).solution)
-    left = Counter(str(op) for op in reference.program.tapes[rank] if op.handle >= 0 and op.kind is not OpKind.WAIT)
+    sent_elements = [rank_traffic.elements for rank_traffic in traffic(checked)]
+    rank = sent_elements.index(max(sent_elements))
+    reference = _check_solution(exercise, find_exercise(exercise.number).solution)
+    counts = Counter(str(op) for op in reference.program.tapes[rank] if op.handle >= 0 and op.kind is not OpKind.WAIT)
     for at, op in enumerate(checked.program.tapes[rank]):
         if op.handle >= 0 and op.kind not in (OpKind.WAIT, OpKind.RECV, OpKind.BARRIER):
-            left[str(op)] -= 1
-            if left[str(op)] < 0:
+            counts[str(op)] -= 1
+            if counts[str(op)] < 0:
                 return rank, at
     return None
 

@@ -44,13 +44,13 @@ def uses(kind: OpKind, sentence: str, *, of: Kind | None = None) -> Technique:
 def avoids(kinds: frozenset[OpKind], sentence: str, *, of: Kind | None = None) -> Technique:
     """Forbid ops of `kinds` on values of kind `of` (None: any). `{found}` is the first such op and its rank."""
 
-    def found(checked: Checked, rank: int) -> str:
+    def find_violation(checked: Checked, rank: int) -> str:
         for kind in kinds:
             for op in _ops(checked, rank, kind, of):
                 return f"{op} on rank {rank}"
         return ""
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 def no_collective_of(of: Kind, sentence: str) -> Technique:
@@ -59,17 +59,17 @@ def no_collective_of(of: Kind, sentence: str) -> Technique:
 
 
 @cache
-def at_most_of(kinds: frozenset[OpKind], most: int, sentence: str, *, of: Kind, axis: str | None = None) -> Technique:
+def at_most_of(kinds: frozenset[OpKind], limit: int, sentence: str, *, of: Kind, axis: str | None = None) -> Technique:
     """Limit the calls of some ops by one rank for one layer. `{found}` is the largest number of calls.
 
     Args:
         kinds: the ops.
-        most: the limit for each layer.
+        limit: the limit for each layer.
         of: kind of the values.
         axis: count only collectives along this axis of the mesh (None: all).
     """
 
-    def found(checked: Checked) -> str:
+    def find_violation(checked: Checked) -> str:
         counts = Counter(
             (rank, op.layer)
             for rank in _ranks(checked)
@@ -78,9 +78,9 @@ def at_most_of(kinds: frozenset[OpKind], most: int, sentence: str, *, of: Kind, 
             if axis is None or (op.group is not None and op.group.axis == axis)
         )
         largest = max(counts.values(), default=0)
-        return str(largest) if largest > most else ""
+        return str(largest) if largest > limit else ""
 
-    return _technique(found, sentence)
+    return _technique(find_violation, sentence)
 
 
 @cache
@@ -92,18 +92,18 @@ def hidden(kinds: frozenset[OpKind], sentence: str, *, of: Kind, behind: frozens
     reduction have nothing to hide behind.
     """
 
-    def found(checked: Checked, rank: int) -> str:
+    def find_violation(checked: Checked, rank: int) -> str:
         tape = checked.program.tapes[rank]
         ends = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
-        issued = [
+        spans = [
             (at, ends[op.handle])
             for at, op in enumerate(tape)
             if op.kind in kinds and _is_of(op, checked.specs[rank], of)
         ]
-        overlapping = sum(any(tape[between].kind in behind for between in range(*span)) for span in issued)
-        return f"{overlapping} of {len(issued)}" if not issued or overlapping < len(issued) - 1 else ""
+        overlapping = sum(any(tape[index].kind in behind for index in range(*span)) for span in spans)
+        return f"{overlapping} of {len(spans)}" if not spans or overlapping < len(spans) - 1 else ""
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 @cache
@@ -112,13 +112,13 @@ def starts_before_last(
 ) -> Technique:
     """Require every rank to start its first communication of `kinds` before the last op of `passes` on this rank."""
 
-    def found(checked: Checked, rank: int) -> str:
+    def find_violation(checked: Checked, rank: int) -> str:
         tape, specs = checked.program.tapes[rank], checked.specs[rank]
         first = next((at for at, op in enumerate(tape) if op.kind in kinds and _is_of(op, specs, of)), len(tape))
         last = max((at for at, op in enumerate(tape) if op.kind in passes), default=-1)
         return f"rank {rank}" if first > last else ""
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 @cache
@@ -128,11 +128,11 @@ def loads_at_most(kind: Kind, share: Fraction, sentence: str) -> Technique:
     `{found}` is the largest share of a layer, such as "1/2" or "all".
     """
 
-    def found(checked: Checked) -> str:
-        most = max(_loaded_shares(checked, kind), default=Fraction(0))
-        return ("all" if most == 1 else str(most)) if most > share else ""
+    def find_violation(checked: Checked) -> str:
+        largest = max(_loaded_shares(checked, kind), default=Fraction(0))
+        return ("all" if largest == 1 else str(largest)) if largest > share else ""
 
-    return _technique(found, sentence)
+    return _technique(find_violation, sentence)
 
 
 @cache
@@ -142,15 +142,15 @@ def loads_at_least(kind: Kind, share: Fraction, sentence: str) -> Technique:
     The share is that of the layer's weights or optimizer state (`kind`). `{found}` is the smallest share.
     """
 
-    def found(checked: Checked) -> str:
-        least = min(_loaded_shares(checked, kind), default=Fraction(0))
-        return str(least) if least < share else ""
+    def find_violation(checked: Checked) -> str:
+        smallest = min(_loaded_shares(checked, kind), default=Fraction(0))
+        return str(smallest) if smallest < share else ""
 
-    return _technique(found, sentence)
+    return _technique(find_violation, sentence)
 
 
 @cache
-def live_at_most(kind: Kind, most: int, sentence: str) -> Technique:
+def live_at_most(kind: Kind, limit: int, sentence: str) -> Technique:
     """Limit the number of live elements of a kind on any rank.
 
     `{found}` is the largest number. The sentence continues with the values that the rank holds then.
@@ -158,7 +158,7 @@ def live_at_most(kind: Kind, most: int, sentence: str) -> Technique:
 
     def technique(checked: Checked) -> str:
         largest, at, rank = max((*_most_live(checked, rank, kind), rank) for rank in _ranks(checked))
-        if largest <= most:
+        if largest <= limit:
             return ""
         op, specs = checked.program.tapes[rank][at], checked.specs[rank]
         values = [*live_values(checked, rank, at), *(specs[number] for number in op.outputs)]
@@ -179,8 +179,8 @@ def values_text(specs: Iterable[Spec]) -> str:
         kind, _, rest = str(spec).partition(f"[{spec.layer}]")
         layers[kind, rest].add(spec.layer)
     texts = [f"{kind}[{listed(sorted(numbers))}]{rest}" for (kind, rest), numbers in layers.items()]
-    more = len(texts) - SHOWN_VALUES
-    return ", ".join(texts[:SHOWN_VALUES]) + (" and others" if more > 0 else "")
+    omitted_count = len(texts) - SHOWN_VALUES
+    return ", ".join(texts[:SHOWN_VALUES]) + (" and others" if omitted_count > 0 else "")
 
 
 def live_values(checked: Checked, rank: int, at: int) -> list[Spec]:
@@ -201,23 +201,23 @@ def frees_after_last_use(kind: Kind, sentence: str) -> Technique:
     not freed in time, such as `activations[1]`.
     """
 
-    def found(checked: Checked, rank: int) -> str:
+    def find_violation(checked: Checked, rank: int) -> str:
         specs, last_use = checked.specs[rank], dict[int, int]()
-        ended: set[int] = set()
+        freed_values: set[int] = set()
         for at, op in enumerate(checked.program.tapes[rank]):
-            ended.update(op.inputs[place] for place in op.kind.row.ends)
+            freed_values.update(op.inputs[place] for place in op.kind.row.ends)
             if op.kind in COMPUTES:
-                stale = [each for each, use in last_use.items() if each not in ended and use < at]
+                stale = [number for number, use in last_use.items() if number not in freed_values and use < at]
                 later = _read_from(checked.program.tapes[rank], at)
-                for each in stale:
-                    if each not in later:
-                        return f"{specs[each].kind.value}[{specs[each].layer}]"
+                for number in stale:
+                    if number not in later:
+                        return f"{specs[number].kind.value}[{specs[number].layer}]"
             if op.kind is not OpKind.FREE:
                 numbers = (*op.inputs, *op.outputs)
                 last_use.update({number: at for number in numbers if specs[number].kind is kind})
         return ""
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 @cache
@@ -227,7 +227,7 @@ def gathers_for_each_pass(sentence: str) -> Technique:
     `{found}` is the weight, with its rank.
     """
 
-    def found(checked: Checked, rank: int) -> str:
+    def find_violation(checked: Checked, rank: int) -> str:
         tape, specs = checked.program.tapes[rank], checked.specs[rank]
         messages = {op.handle for op in tape if op.kind is OpKind.RECV}
         waits = [at for at, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle in messages]
@@ -238,105 +238,105 @@ def gathers_for_each_pass(sentence: str) -> Technique:
                 return f"{specs[whole]} on rank {rank}"
         return ""
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 @cache
 def clips(sentence: str) -> Technique:
     """Require that every update clips the gradient by a norm. `{found}` is the first update without one."""
 
-    def found(checked: Checked, rank: int) -> str:
+    def find_violation(checked: Checked, rank: int) -> str:
         for op in _ops(checked, rank, OpKind.UPDATE, None):
             if not any(checked.specs[rank][number].kind is Kind.SCALAR for number in op.inputs):
                 return f"{op} on rank {rank}"
         return ""
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 @cache
 def computes_again(sentence: str) -> Technique:
     """Require a second forward pass of some layer for the same microbatch: recomputation."""
 
-    def found(checked: Checked) -> str:
+    def find_violation(checked: Checked) -> str:
         for rank in _ranks(checked):
-            specs, seen = checked.specs[rank], set[tuple[int, int]]()
+            specs, keys = checked.specs[rank], set[tuple[int, int]]()
             for op in checked.program.tapes[rank]:
                 if op.kind is OpKind.RECOMPUTE:
                     return ""
                 if op.kind is OpKind.FORWARD:
                     key = op.layer, specs[op.inputs[0]].cells
-                    if key in seen:
+                    if key in keys:
                         return ""
-                    seen.add(key)
+                    keys.add(key)
         return "none"
 
-    return _technique(found, sentence)
+    return _technique(find_violation, sentence)
 
 
 @cache
-def in_flight_at_most(most: int | tuple[int, ...], sentence: str) -> Technique:
+def in_flight_at_most(limits: int | tuple[int, ...], sentence: str) -> Technique:
     """Limit the microbatches between forward and backward pass on a pipeline rank, as papers count schedules' memory.
 
     A microbatch counts by the share of the rank's layers that have computed its forward pass, but not its backward
     pass.
 
     Args:
-        most: limit for every rank, or one limit for each.
+        limits: limit for every rank, or one limit for each.
         sentence: sentence for the student. `{found}` is the rank that exceeds its limit, with its number.
     """
 
-    def found(checked: Checked, rank: int) -> str:
-        now = peak = Fraction(0)
+    def find_violation(checked: Checked, rank: int) -> str:
+        in_flight = peak = Fraction(0)
         layers = {op.layer for op in checked.program.tapes[rank] if op.kind is OpKind.FORWARD}
         for op in checked.program.tapes[rank]:
             if op.kind is OpKind.FORWARD:
-                now += Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
-                peak = max(peak, now)
+                in_flight += Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
+                peak = max(peak, in_flight)
             elif op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
-                now -= Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
-        limit = most[rank] if isinstance(most, tuple) else most
+                in_flight -= Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
+        limit = limits[rank] if isinstance(limits, tuple) else limits
         return f"rank {rank} has {float(peak):g}" if peak > limit else ""
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 @cache
-def reduces_in_buckets(fewest: int, most: int, sentence: str) -> Technique:
-    """Require `fewest` to `most` all-reduces of weights' gradients on each rank. A bucket counts once.
+def reduces_in_buckets(minimum: int, maximum: int, sentence: str) -> Technique:
+    """Require `minimum` to `maximum` all-reduces of weights' gradients on each rank. A bucket counts once.
 
     `{found}` is the number of all-reduces.
     """
 
-    def found(checked: Checked, rank: int) -> str:
+    def find_violation(checked: Checked, rank: int) -> str:
         ops = list(_ops(checked, rank, OpKind.ALL_REDUCE, Kind.GRAD_WEIGHT))
         count = len({op.batch for op in ops if op.batch >= 0}) + sum(op.batch < 0 for op in ops)
-        return "" if fewest <= count <= most else str(count)
+        return "" if minimum <= count <= maximum else str(count)
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 @cache
 def runs_on(backend: str, sentence: str) -> Technique:
     """Require that a program can run on a backend, "gloo" or "nccl". `{found}` is the reason why it cannot."""
 
-    def found(checked: Checked) -> str:
+    def find_violation(checked: Checked) -> str:
         why_not = checked.why_not(backend)
         return str(why_not) if why_not else ""
 
-    return _technique(found, sentence)
+    return _technique(find_violation, sentence)
 
 
 @cache
 def computes_at_most(layers: int, sentence: str) -> Technique:
     """Limit the number of layers whose forward passes a rank computes. `{found}` is the largest number."""
 
-    def found(checked: Checked) -> str:
+    def find_violation(checked: Checked) -> str:
         forward = ({op.layer for op in tape if op.kind is OpKind.FORWARD} for tape in checked.program.tapes)
         largest = max(map(len, forward))
         return str(largest) if largest > layers else ""
 
-    return _technique(found, sentence)
+    return _technique(find_violation, sentence)
 
 
 @cache
@@ -346,7 +346,7 @@ def in_one_run(sentence: str) -> Technique:
     `{found}` is the first layer whose passes are interrupted by those of another layer, with its rank.
     """
 
-    def found(checked: Checked, rank: int) -> str:
+    def find_violation(checked: Checked, rank: int) -> str:
         for kinds in ({OpKind.FORWARD}, {OpKind.BACKWARD, OpKind.BACKWARD_INPUT}):
             runs = [layer for layer, _ in groupby(op.layer for op in checked.program.tapes[rank] if op.kind in kinds)]
             for layer in runs:
@@ -354,14 +354,14 @@ def in_one_run(sentence: str) -> Technique:
                     return f"layer {layer} on rank {rank}"
         return ""
 
-    return _on_every_rank(found, sentence)
+    return _on_every_rank(find_violation, sentence)
 
 
 @cache
-def microbatches_each(most: int, sentence: str) -> Technique:
+def microbatches_each(limit: int, sentence: str) -> Technique:
     """Limit the microbatches of one forward pass. `{found}` is the largest number."""
 
-    def found(checked: Checked) -> str:
+    def find_violation(checked: Checked) -> str:
         largest = max(
             (
                 checked.specs[rank][op.inputs[0]].microbatches.bit_count()
@@ -371,25 +371,25 @@ def microbatches_each(most: int, sentence: str) -> Technique:
             ),
             default=0,
         )
-        return str(largest) if largest > most else ""
+        return str(largest) if largest > limit else ""
 
-    return _technique(found, sentence)
+    return _technique(find_violation, sentence)
 
 
-def _technique(found: Callable[[Checked], str], sentence: str) -> Technique:
+def _technique(find_violation: Callable[[Checked], str], sentence: str) -> Technique:
     """Return a technique, given a function that returns what violates it in a program, or ""."""
 
     def technique(checked: Checked) -> str:
-        what = found(checked)
-        return sentence.format(found=what) if what else ""
+        violation = find_violation(checked)
+        return sentence.format(found=violation) if violation else ""
 
     return technique
 
 
-def _on_every_rank(found: Callable[[Checked, int], str], sentence: str) -> Technique:
+def _on_every_rank(find_violation: Callable[[Checked, int], str], sentence: str) -> Technique:
     """Return a technique that every rank must use, given a function that returns what violates it on a rank, or ""."""
     return _technique(
-        lambda checked: next(filter(None, (found(checked, rank) for rank in _ranks(checked))), ""), sentence
+        lambda checked: next(filter(None, (find_violation(checked, rank) for rank in _ranks(checked))), ""), sentence
     )
 
 
@@ -400,8 +400,8 @@ def _ranks(checked: Checked) -> range:
 def _ops(checked: Checked, rank: int, kind: OpKind, of: Kind | None) -> Iterator[Op]:
     """Yield a rank's ops of a kind on values of a kind. Collectives of a single rank are skipped."""
     for op in checked.program.tapes[rank]:
-        alone = op.kind in COLLECTIVES and op.group is not None and len(op.group.ranks) == 1
-        if op.kind is kind and not alone and (of is None or _is_of(op, checked.specs[rank], of)):
+        is_single = op.kind in COLLECTIVES and op.group is not None and len(op.group.ranks) == 1
+        if op.kind is kind and not is_single and (of is None or _is_of(op, checked.specs[rank], of)):
             yield op
 
 
@@ -430,14 +430,14 @@ def _read_from(tape: Sequence[Op], start: int) -> set[int]:
 def _most_live(checked: Checked, rank: int, kind: Kind) -> tuple[int, int]:
     """Return the largest number of live elements of a kind on a rank, and the index of an op that reaches it."""
     specs, sizes = checked.specs[rank], checked.program.sizes
-    now, peak, peak_op = 0, 0, 0
+    live_elements, peak, peak_op = 0, 0, 0
     for at, op in enumerate(checked.program.tapes[rank]):
         for number in op.outputs:
             if specs[number].kind is kind:
-                now += sizes.elements(specs[number])
-        if now > peak:
-            peak, peak_op = now, at
+                live_elements += sizes.elements(specs[number])
+        if live_elements > peak:
+            peak, peak_op = live_elements, at
         for place in op.kind.row.ends:
             if specs[op.inputs[place]].kind is kind:
-                now -= sizes.elements(specs[op.inputs[place]])
+                live_elements -= sizes.elements(specs[op.inputs[place]])
     return peak, peak_op

@@ -46,8 +46,8 @@ class PuzzleCall(Coroutine[Any, Any, T]):
         self._refusal = refusal
         self._work = work
         self._forgotten = forgotten
-        self._started: Coroutine[Any, Any, T] | None = None
-        self._told = False
+        self._coroutine: Coroutine[Any, Any, T] | None = None
+        self._reported = False
 
     def send(self, value: Any, /) -> Any:
         return self._run().send(value)
@@ -56,15 +56,15 @@ class PuzzleCall(Coroutine[Any, Any, T]):
         return self._run().throw(*error)
 
     def close(self) -> None:
-        self._told = True
-        if self._started is not None:
-            self._started.close()
+        self._reported = True
+        if self._coroutine is not None:
+            self._coroutine.close()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._run().__await__()
 
     def __del__(self) -> None:
-        if self._started is None and not self._told:
+        if self._coroutine is None and not self._reported:
             self._forgotten.append(self._refusal)
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
     def refuse(self) -> NoReturn:
         """Raise the refusal for the use of the call like its result."""
-        self._told = True
+        self._reported = True
         raise self._refusal
 
     def __getattr__(self, name: str) -> Any:
@@ -89,8 +89,8 @@ class PuzzleCall(Coroutine[Any, Any, T]):
         self.refuse()
 
     def _run(self) -> Coroutine[Any, Any, T]:
-        self._started = self._started or self._work()
-        return self._started
+        self._coroutine = self._coroutine or self._work()
+        return self._coroutine
 
 
 def dropped_coroutine(name: str, line: SourceLine) -> PuzzleRefused:
@@ -100,8 +100,8 @@ def dropped_coroutine(name: str, line: SourceLine) -> PuzzleRefused:
 
 def unawaited(name: str, call: str, layer: int = -1) -> PuzzleRefused:
     """Return the refusal for a call that was not awaited. `call` is the correct form of the call."""
-    given = f"{name} was called without `await`, so it has not run"
-    return PuzzleRefused("not awaited", About("", layer), given, f"write `await {call}`")
+    problem = f"{name} was called without `await`, so it has not run"
+    return PuzzleRefused("not awaited", About("", layer), problem, f"write `await {call}`")
 
 
 def refuse_unawaited(forgotten: list[PuzzleRefused]) -> None:
@@ -119,9 +119,9 @@ class PuzzleRefused(Refused, AssertionError):
     @classmethod
     def of(cls, refusal: Refused) -> Self:
         """Convert a refusal of the shared rules to one of the puzzles."""
-        mine = cls(*refusal.args)
-        vars(mine).update(vars(refusal))
-        return mine
+        converted = cls(*refusal.args)
+        vars(converted).update(vars(refusal))
+        return converted
 
     def on(self, line: SourceLine | None) -> Self:
         """Set the line of the student's code, if it is known."""
@@ -181,14 +181,14 @@ def translate_refusals(rank: RunningRank | None = None, line: SourceLine | None 
     except PuzzleRefused:
         raise
     except Refused as refusal:
-        mine = PuzzleRefused.of(refusal).on(line or line_now())
+        converted = PuzzleRefused.of(refusal).on(line or line_now())
         for name in ("about", "given", "remedy"):
             for published, kind in COLLECTIVES.items():
-                setattr(mine, name, getattr(mine, name).replace(kind.value, published))
+                setattr(converted, name, getattr(converted, name).replace(kind.value, published))
         rank = rank or _running_rank.get()
         if rank is not None:
-            mine.at(rank.rank, len(rank.log))
-        raise mine from None
+            converted.at(rank.rank, len(rank.log))
+        raise converted from None
 
 
 COLLECTIVES = {"allreduce": OpKind.ALL_REDUCE, "allgather": OpKind.ALL_GATHER, "scatterreduce": OpKind.REDUCE_SCATTER}
@@ -296,8 +296,8 @@ class AsyncioWatch:
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._blocked: dict[asyncio.Future[Any], Blocked] = {}
         self._failure: PuzzleRefused | None = None
-        self._moves = 0
-        self._settling = False
+        self._progress = 0
+        self._check_scheduled = False
         self.forgotten: list[PuzzleRefused] = []
 
     def enter(self, rank: int) -> None:
@@ -310,9 +310,9 @@ class AsyncioWatch:
             return
         if task.get_loop() is not self._loop:
             self._loop = task.get_loop()
-            self._tasks, self._blocked, self._failure, self._settling = {}, {}, None, False
+            self._tasks, self._blocked, self._failure, self._check_scheduled = {}, {}, None, False
         self._tasks[rank] = task
-        task.add_done_callback(partial(self._ended, rank))
+        task.add_done_callback(partial(self._handle_end, rank))
 
     async def block(self, blocked: Blocked) -> Any:
         """Suspend a rank until its future has a result, and return the result.
@@ -324,23 +324,23 @@ class AsyncioWatch:
         if self._failure:
             raise PuzzleRefused.of(self._failure)
         self._blocked[blocked.future] = blocked
-        blocked.future.add_done_callback(self._over)
-        self._moved()
+        blocked.future.add_done_callback(self._unblock)
+        self._record_progress()
         return await blocked.future
 
-    def waiting(self) -> set[int]:
+    def waiting_ranks(self) -> set[int]:
         """Return the ranks that wait."""
         return {blocked.rank for future, blocked in self._blocked.items() if not future.done()}
 
-    def ended(self) -> list[int]:
+    def ended_ranks(self) -> list[int]:
         """Return the ranks whose task has ended."""
         return sorted(rank for rank, task in self._tasks.items() if task.done())
 
-    def _over(self, future: asyncio.Future[Any]) -> None:
+    def _unblock(self, future: asyncio.Future[Any]) -> None:
         self._blocked.pop(future, None)
-        self._moved()
+        self._record_progress()
 
-    def _ended(self, rank: int, task: asyncio.Task[Any]) -> None:
+    def _handle_end(self, rank: int, task: asyncio.Task[Any]) -> None:
         if self._tasks.get(rank) is not task:
             return
         raised = None if task.cancelled() else task.exception()
@@ -349,37 +349,37 @@ class AsyncioWatch:
             self._failure = PuzzleRefused("the program raised", "", f"rank {rank} {reason}", STOP)
             self._fail(self._failure)
         else:
-            self._moved()
+            self._record_progress()
 
-    def _moved(self) -> None:
+    def _record_progress(self) -> None:
         """Record progress, and check again when the event loop has nothing else to run."""
-        self._moves += 1
-        if self._loop is not None and not self._settling:
-            self._settling = True
-            self._loop.call_soon(self._look, self._moves, 0)
+        self._progress += 1
+        if self._loop is not None and not self._check_scheduled:
+            self._check_scheduled = True
+            self._loop.call_soon(self._look, self._progress, 0)
 
-    def _look(self, moves: int, idle_turns: int) -> None:
+    def _look(self, count: int, idle_turns: int) -> None:
         assert self._loop is not None
-        if moves != self._moves or idle_turns < SETTLING_TURNS:
-            self._loop.call_soon(self._look, self._moves, idle_turns + 1 if moves == self._moves else 0)
+        if count != self._progress or idle_turns < SETTLING_TURNS:
+            self._loop.call_soon(self._look, self._progress, idle_turns + 1 if count == self._progress else 0)
             return
-        self._settling = False
-        running = self._running()
-        if not self.waiting() or (not running and self._when_quiet()):
+        self._check_scheduled = False
+        running_ranks = self._running_ranks()
+        if not self.waiting_ranks() or (not running_ranks and self._when_quiet()):
             return
-        if running or len(self._tasks) < self.ranks:
-            self._loop.call_later(GRACE_SECONDS, self._give_up, moves)
+        if running_ranks or len(self._tasks) < self.ranks:
+            self._loop.call_later(GRACE_SECONDS, self._give_up, count)
         else:
             self._report()
 
-    def _running(self) -> list[int]:
+    def _running_ranks(self) -> list[int]:
         """Return the ranks that neither wait nor have ended."""
-        ranks, tasks = self.waiting(), {blocked.task for blocked in self._blocked.values()}
+        ranks, tasks = self.waiting_ranks(), {blocked.task for blocked in self._blocked.values()}
         return [r for r, task in self._tasks.items() if r not in ranks and task not in tasks and not task.done()]
 
-    def _give_up(self, moves: int) -> None:
+    def _give_up(self, count: int) -> None:
         """Continue without the missing ranks if there was no progress during the grace period."""
-        if moves == self._moves and self.waiting() and not self._when_quiet():
+        if count == self._progress and self.waiting_ranks() and not self._when_quiet():
             self._report()
 
     def _report(self) -> None:
@@ -391,17 +391,17 @@ class AsyncioWatch:
         for blocked in self._blocked.values():
             waits.setdefault(blocked.rank, blocked.wait())
         refusal = PuzzleDeadlock.of(deadlock_error(waits))
-        missing, running = [rank for rank in range(self.ranks) if rank not in self._tasks], self._running()
+        missing, running_ranks = [rank for rank in range(self.ranks) if rank not in self._tasks], self._running_ranks()
         if missing:
             names = ", ".join(map(str, missing))
             refusal.trail += (
                 f" Missing: rank {names} started no communication within {GRACE_SECONDS:g} s; is every rank driven?"
             )
-        for rank in running:
+        for rank in running_ranks:
             refusal.trail += f" Rank {rank} awaits something else than a communication; await only those."
-        for rank in [*missing, *running]:
-            ended, not_come = f"rank {rank} has ended without it", f"rank {rank} has not come to it"
-            refusal.given = refusal.given.replace(ended, not_come)
+        for rank in [*missing, *running_ranks]:
+            ended_text, not_come_text = f"rank {rank} has ended without it", f"rank {rank} has not come to it"
+            refusal.given = refusal.given.replace(ended_text, not_come_text)
         self._fail(refusal)
 
     def _fail(self, refusal: PuzzleRefused) -> None:

@@ -70,16 +70,16 @@ class PuzzleCollectives:
         """
         for sequence_number, collective in self._open.items():
             parts = [part for part in collective.values() if part is not None]
-            waiting = [part for part in parts if not part.future.done()]
+            waiting_parts = [part for part in parts if not part.future.done()]
             complete = len(parts) == len(collective)
-            if not waiting or not (complete or any(part.name != parts[0].name for part in parts)):
+            if not waiting_parts or not (complete or any(part.name != parts[0].name for part in parts)):
                 continue
             if complete:
                 del self._open[sequence_number]
             try:
                 results = combine(parts)
             except Exception as error:  # including errors of a student's objects
-                for part in waiting:
+                for part in waiting_parts:
                     part.future.set_exception(error)
             else:
                 time = max(part.time for part in parts)
@@ -99,8 +99,8 @@ def combine(parts: list[Contribution]) -> list[Any]:
     op = about_layer(first.name, first.layer)
     other = next((part for part in parts if part.name != first.name), None)
     if other is not None:
-        given = f"rank {first.rank} meets with {first} and rank {other.rank} with {other}"
-        raise Refused("other order", op, given, "let all ranks call the same collectives in the same order")
+        problem = f"rank {first.rank} meets with {first} and rank {other.rank} with {other}"
+        raise Refused("other order", op, problem, "let all ranks call the same collectives in the same order")
     if not any(isinstance(value, PuzzleValue) for value in values):
         return _combine_objects(first, values)
     names = [f"rank {rank}" for rank in range(len(values))]
@@ -120,25 +120,25 @@ def combine(parts: list[Contribution]) -> list[Any]:
 
 @dataclass(eq=False)
 class Message(Blocked):
-    """Message in flight. When it enters the mailbox, `inside` becomes true and its sender continues.
+    """Message in flight. When it enters the mailbox, `in_mailbox` becomes true and its sender continues.
 
     Attributes:
         to: receiving rank.
         value: the object that is sent.
-        sent: simulated time at which the message was sent.
+        send_time: simulated time at which the message was sent.
         about: text of the object, for descriptions of the wait.
-        inside: whether the message is in the receiver's mailbox.
+        in_mailbox: whether the message is in the receiver's mailbox.
     """
 
     to: int
     value: Any
-    sent: float
+    send_time: float
     about: str
-    inside: bool = False
+    in_mailbox: bool = False
 
     def wait(self) -> Wait:
-        what = f"pass_to(rank {self.to}) of {self.about}, whose mailbox is full, for rank {self.to}{at_line(self.line)}"
-        return Wait(what, [self.to])
+        text = f"pass_to(rank {self.to}) of {self.about}, whose mailbox is full, for rank {self.to}{at_line(self.line)}"
+        return Wait(text, [self.to])
 
 
 @dataclass(eq=False)
@@ -151,10 +151,10 @@ class Receiver(Blocked):
     def wait(self) -> Wait:
         """Return a description of the wait. Its blockers are the other ranks that wait, or all others if none waits."""
         others = [r for r in range(self.watch.ranks) if r != self.rank] or [self.rank]
-        waiting, ended = self.watch.waiting(), [r for r in self.watch.ended() if r != self.rank]
-        over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""
-        what = f"receive() for a message from any rank{over}{at_line(self.line)}"
-        return Wait(what, [r for r in others if r in waiting] or others)
+        waiting_ranks, ended_ranks = self.watch.waiting_ranks(), [r for r in self.watch.ended_ranks() if r != self.rank]
+        ended_text = f" (rank{'s' * (len(ended_ranks) > 1)} {listed(ended_ranks)} ended)" if ended_ranks else ""
+        text = f"receive() for a message from any rank{ended_text}{at_line(self.line)}"
+        return Wait(text, [r for r in others if r in waiting_ranks] or others)
 
 
 class Mailboxes:
@@ -171,23 +171,23 @@ class Mailboxes:
         rank comes first.
         """
         messages = sorted(
-            (message for message in self.messages if message.inside or not message.future.done()),
-            key=lambda message: (message.sent, message.rank),
+            (message for message in self.messages if message.in_mailbox or not message.future.done()),
+            key=lambda message: (message.send_time, message.rank),
         )
         first = {message.to: message for message in reversed(messages)}
-        full = {message.to for message in messages if message.inside}
+        full = {message.to for message in messages if message.in_mailbox}
         reader = {reader.rank: reader for reader in reversed(self.readers) if not reader.future.done()}
         self.messages, self.readers = messages, [r for r in self.readers if not r.future.done()]
-        possible = [(message.sent, 0, to) for to, message in first.items() if to not in full]
-        possible += [(max(first[to].sent, reader[to].since), 1, to) for to in first.keys() & reader.keys()]
-        if not possible:
+        events = [(message.send_time, 0, to) for to, message in first.items() if to not in full]
+        events += [(max(first[to].send_time, reader[to].since), 1, to) for to in first.keys() & reader.keys()]
+        if not events:
             return False
-        _, is_received, to = min(possible)
+        _, is_received, to = min(events)
         message = first[to]
         if is_received:
             self.messages.remove(message)
             reader[to].go_on(message)
-        message.inside = True
+        message.in_mailbox = True
         message.go_on()
         return True
 
@@ -232,5 +232,5 @@ def _combine_objects(part: Contribution, values: list[Any]) -> list[Any]:
             return [total] * len(values)
         return [total.shard(rank, len(values)) for rank in range(len(values))]
     except (TypeError, AttributeError) as error:
-        about, given = About(str(part), part.layer), f"these objects cannot be put together: {error}"
-        raise Refused("no value", about, given, "give values of the puzzles, or what can be added") from None
+        about, problem = About(str(part), part.layer), f"these objects cannot be put together: {error}"
+        raise Refused("no value", about, problem, "give values of the puzzles, or what can be added") from None

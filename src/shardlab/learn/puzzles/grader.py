@@ -68,9 +68,9 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     task = find(puzzle)
     if not seconds > 0:
         raise UserError(f"a solution was given {seconds:g} s to run; give more than 0")
-    kind = _grade_strategy if is_strategy(_signature(solution)) else _grade_models
+    grade_function = _grade_strategy if is_strategy(_signature(solution)) else _grade_models
     with never_awaited() as dropped:
-        result = kind(task, solution, seconds)
+        result = grade_function(task, solution, seconds)
     if dropped and not result.correct:  # the forgotten `await` is the likelier reason
         return replace(result, error=str(dropped_coroutine(dropped[0].name, dropped[0].line)))
     for coroutine in dropped:
@@ -160,8 +160,8 @@ class Grade:
         if self.solved:
             return "Solved."
         late, large = (row.missed for row in self.rows())
-        what = " and ".join(["too slow"] * late + ["too much memory"] * large)
-        return f"Correct, but {what}."
+        faults = " and ".join(["too slow"] * late + ["too much memory"] * large)
+        return f"Correct, but {faults}."
 
     def rows(self) -> list[GoalRow]:
         """Return the figures with their goals."""
@@ -243,8 +243,8 @@ def checked_strategy(strategy: Strategy, mesh: Mesh, layers: int | Sizes, microb
         raise
     if checked.frozen:
         layer = checked.frozen[0]
-        given = f"no rank loads an optimizer state of layer {layer}, so it is frozen"
-        raise Refused("frozen", About("", layer), given, "all layers are trained, load it")
+        problem = f"no rank loads an optimizer state of layer {layer}, so it is frozen"
+        raise Refused("frozen", About("", layer), problem, "all layers are trained, load it")
     return checked
 
 
@@ -374,10 +374,10 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
 
     def refusal(program: Stoppable) -> PuzzleRefused:
         line = user_line_of(program.frame())
-        where = f", and was at {line}" if line else ""
-        given = f"the solution had not ended after {seconds:g} s{where}"
+        location = f", and was at {line}" if line else ""
+        problem = f"the solution had not ended after {seconds:g} s{location}"
         remedy = f"make its loops end, or give it more time: grade(..., seconds={10 * seconds:g})"
-        return PuzzleRefused("stalled", "", given, remedy)
+        return PuzzleRefused("stalled", "", problem, remedy)
 
     return run_stoppable(work, seconds, refusal)
 

@@ -138,18 +138,18 @@ class Stores:
                     value.refuse()
                 if not isinstance(value, PuzzleValue):
                     with translate_refusals(self):
-                        given = f"the store has {value!r} under {key!r}"
-                        raise Refused("no value", "memory", given, "keep values of the puzzles in it")
+                        problem = f"the store has {value!r} under {key!r}"
+                        raise Refused("no value", "memory", problem, "keep values of the puzzles in it")
                 values.append(value)
         return values
 
 
 def values_in(objects: Iterable[Any]) -> Iterable[PuzzleValue]:
     """Yield the values among some objects, also in lists, tuples and dicts, since a message may be one."""
-    for each in objects:
-        if isinstance(each, dict):
-            each = list(cast(dict[Any, Any], each).values())
-        parts = cast(list[Any], each) if isinstance(each, (list, tuple)) else [each]
+    for item in objects:
+        if isinstance(item, dict):
+            item = list(cast(dict[Any, Any], item).values())
+        parts = cast(list[Any], item) if isinstance(item, (list, tuple)) else [item]
         yield from (part for part in parts if isinstance(part, PuzzleValue))
 
 
@@ -165,9 +165,9 @@ class PuzzleCompute(Stores):
     """
 
     def __init__(self, rank: int = 1, dist: Dist | None = None, layers: int = 2, batches: int = 1) -> None:
-        for what, count in (("layers", layers), ("batches", batches)):
+        for name, count in (("layers", layers), ("batches", batches)):
             if count < 1:
-                raise UserError(f"{count} {what} were asked for; give 1 or more")
+                raise UserError(f"{count} {name} were asked for; give 1 or more")
         super().__init__(rank)
         self.dist = Dist(1) if dist is None else dist
         self.RANKS = self.dist.ranks
@@ -202,21 +202,21 @@ class PuzzleCompute(Stores):
         self.begin()
         gradient = WeightGrad(layer, self.LAYERS, frozenset(batches), self.BATCHES)
         if gradient.batches:
-            given, remedy = f"{gradient.spec} was made up", "let a solution compute its gradients"
-            fake = PuzzleRefused("made up", about_layer("fake_grad", layer), given, remedy)
+            problem, remedy = f"{gradient.spec} was made up", "let a solution compute its gradients"
+            fake = PuzzleRefused("made up", about_layer("fake_grad", layer), problem, remedy)
             self.fakes.append(fake.at(self.rank, len(self.log)).on(line_now()))
         return record_derived(gradient)
 
     def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
         """Return activation l + 1, from activation l and the complete weight of layer l."""
-        with self._judging(about_layer("forward", layer), inp, weight) as op:
+        with self._op_context(about_layer("forward", layer), inp, weight) as op:
             self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
         self.note("forward", inp, weight, layer=layer, batches=inp.batches)
         return record_derived(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def loss(self, inp: Activation) -> ActivationGrad:
         """Return the gradient of the last activation."""
-        with self._judging(About("loss"), inp) as op:
+        with self._op_context(About("loss"), inp) as op:
             steps.loss(self.LAYERS, self._spec(op, "activation", inp))
         self.note("loss", inp, layer=self.LAYERS)
         return record_derived(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
@@ -227,7 +227,7 @@ class PuzzleCompute(Stores):
         """Return the gradients of the weight and of activation l, from activation l, the gradient of activation l + 1
         and the weight.
         """
-        with self._judging(about_layer("backward", layer), inp, grad, weight) as op:
+        with self._op_context(about_layer("backward", layer), inp, grad, weight) as op:
             specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
             self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
         self.note("backward", inp, grad, weight, layer=layer, batches=inp.batches)
@@ -242,12 +242,12 @@ class PuzzleCompute(Stores):
         A complete gradient may update a shard. The argument `shard` is not used.
         """
         del shard
-        with self._judging(about_layer("update", layer), weight_grad, weight, opt_state) as op:
+        with self._op_context(about_layer("update", layer), weight_grad, weight, opt_state) as op:
             grad = self._spec(op, "gradient", weight_grad)
             state = self._spec(op, "optimizer state", opt_state)
             rules.update(layer, grad, self._weight(op, weight), state)
-        done, mine = in_equal_pieces(self._updated.get(layer, Holds(0, 1)), weight.spec.holds)
-        self._updated[layer] = Holds(done.mask | mine.mask, mine.of)
+        updated_slices, weight_slices = in_equal_pieces(self._updated.get(layer, Holds(0, 1)), weight.spec.holds)
+        self._updated[layer] = Holds(updated_slices.mask | weight_slices.mask, weight_slices.of)
         self.note("update", weight_grad, weight, opt_state)
         new_weight = Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total)
         new_state = OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total)
@@ -271,15 +271,15 @@ class PuzzleCompute(Stores):
         self._run.watch.enter(self.rank)
 
     @contextmanager
-    def _judging(self, op: About, *values: Any) -> Generator[About]:
+    def _op_context(self, op: About, *values: Any) -> Generator[About]:
         """Begin an op. In the context, refusals become `PuzzleRefused` and name this rank."""
         self.begin(*values)
         with translate_refusals(self):
             yield op
 
-    def _spec(self, op: About, what: str, value: PuzzleValue) -> Spec:
+    def _spec(self, op: About, name: str, value: PuzzleValue) -> Spec:
         """Return the spec of a value, with this model's number of microbatches instead of the value's own."""
-        spec = rules.spec_of(op, what, value)
+        spec = rules.spec_of(op, name, value)
         return spec._replace(form=spec.form.but(space=self._space))
 
     def _layer(self, op: About, layer: int) -> LayerRules:
@@ -347,8 +347,8 @@ class PuzzleModel(PuzzleCompute):
             if isinstance(v, Weight):
                 rules.refuse_stale(about_layer(name, layer), v.spec, self._updated)
             collective = self._run.collectives.next_of(self.rank)
-            collective[self.rank] = mine = Contribution(self.rank, line, name, layer, v, self.time, collective)
-            result, time = await self._wait(mine)
+            collective[self.rank] = contribution = Contribution(self.rank, line, name, layer, v, self.time, collective)
+            result, time = await self._wait(contribution)
         self.time = max(self.time, time)
         self.note(name, v, layer=layer)
         return record_derived(result)
@@ -366,7 +366,7 @@ class PuzzleModel(PuzzleCompute):
         reader = Receiver(self.rank, line, self.time, self._run.watch)
         self._run.mail.readers.append(reader)
         message: Message = await self._wait(reader)
-        self.time = max(self.time, message.sent)
+        self.time = max(self.time, message.send_time)
         self.note("pass", source=message.rank)
         return record_derived(message.value)
 
@@ -399,9 +399,9 @@ def verify(models: Sequence[PuzzleModel]) -> None:
         refuse_unawaited(model.forgotten)
         model.memory()  # refuses an object that is not a value, such as a call that was not awaited
     for layer in range(models[0].LAYERS):
-        given = {model.rank: model.final_weights[layer] for model in models if layer in model.final_weights}
+        final_weights = {model.rank: model.final_weights[layer] for model in models if layer in model.final_weights}
         try:
-            rules.require_one_update(layer, given)
+            rules.require_one_update(layer, final_weights)
         except Refused as refusal:
             raise PuzzleRefused.of(refusal) from None
 

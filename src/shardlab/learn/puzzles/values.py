@@ -54,17 +54,17 @@ class PuzzleValue:
 
     def __post_init__(self) -> None:
         for name in ("shards", "batches"):
-            given = getattr(self, name)
+            value = getattr(self, name)
             try:
-                numbers = frozenset(map(index, given))
+                numbers = frozenset(map(index, value))
             except TypeError:
                 numbers = frozenset({-1})
             if min(numbers, default=0) < 0:
-                self._refuse(f"{name} are {given!r}", "give a collection of numbers, which count from 0")
+                self._refuse(f"{name} are {value!r}", "give a collection of numbers, which count from 0")
             object.__setattr__(self, name, numbers)
         if not self.shards or max(self.shards) >= self.total:
-            given = f"shards {sorted(self.shards)} of {self.total}"
-            self._refuse(f"{given} were given", "give at least one shard, counted from 0")
+            text = f"shards {sorted(self.shards)} of {self.total}"
+            self._refuse(f"{text} were given", "give at least one shard, counted from 0")
 
     @cached_property
     def spec(self) -> Spec:
@@ -92,10 +92,10 @@ class PuzzleValue:
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def _refuse(self, given: str, remedy: str) -> None:
+    def _refuse(self, problem: str, remedy: str) -> None:
         about = About(f"{type(self).__name__} of layer {self.layer}", self.layer)
         with translate_refusals():
-            raise Refused("unknown slice", about, given, remedy)
+            raise Refused("unknown slice", about, problem, remedy)
 
     def _key(self) -> tuple[object, ...]:
         form = self.spec.form
@@ -220,11 +220,11 @@ def draw_group(group: Mapping[Any, PuzzleValue]) -> Picture:
     return network_picture([value.spec for value in values], layers, max(batches, 1), elements)
 
 
-def spec_of(op: About, what: str, value: Any) -> Spec:
+def spec_of(op: About, name: str, value: Any) -> Spec:
     """Return the spec of a value, and refuse any other object."""
     spec = getattr(value, "spec", None)
     if not isinstance(spec, Spec):
-        raise Refused("no value", op, f"the {what} given is {value!r}", "give a value of the puzzles")
+        raise Refused("no value", op, f"the {name} given is {value!r}", "give a value of the puzzles")
     return spec
 
 
@@ -240,14 +240,14 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     holds = first.holds
     for spec, name in zip(specs, names, strict=True):
         if spec.kind in ROW_KINDS:
-            given = f"{name} gave {spec}, and activations are not cut into shards"
-            raise Refused("wrong kind", op, given, "put weights, optimizer states and their gradients together")
+            problem = f"{name} gave {spec}, and activations are not cut into shards"
+            raise Refused("wrong kind", op, problem, "put weights, optimizer states and their gradients together")
         if spec.form.but(holds=first.holds) is not first.form or spec.cells != first.cells:
-            why = "of one value" if spec.cells == first.cells else "that sum the same microbatches"
-            given = f"{names[0]} gave {first} and {name} {spec}"
-            raise Refused("other values", op, given, f"put pieces {why} together")
-        mine, theirs = in_equal_pieces(holds, spec.holds)
-        holds = Holds(mine.mask | theirs.mask, mine.of)
+            requirement = "of one value" if spec.cells == first.cells else "that sum the same microbatches"
+            problem = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, problem, f"put pieces {requirement} together")
+        combined, piece = in_equal_pieces(holds, spec.holds)
+        holds = Holds(combined.mask | piece.mask, combined.of)
     return first._replace(form=first.form.but(holds=holds))
 
 
@@ -256,12 +256,12 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
     step = steps.full_sum(gradient.form)
     surplus = gradient.cells & ~step
     if surplus and gradient.layer == layer:
-        given = f"{gradient} has {microbatches_text(surplus)} in it"
+        problem = f"{gradient} has {microbatches_text(surplus)} in it"
         remedy = f"the step's microbatches are {listed(bits(step))}, sum these"
-        raise Refused("unknown microbatch", about_layer("update", layer), given, remedy)
+        raise Refused("unknown microbatch", about_layer("update", layer), problem, remedy)
     if state.layer == weight.layer == layer and not state.holds.contains(weight.holds):
-        given = f"the weight holds {weight.holds.slices_text}, but the optimizer state only {state.holds}"
-        raise Refused("missing slices", about_layer("update", layer), given, "give the state of the same slices")
+        problem = f"the weight holds {weight.holds.slices_text}, but the optimizer state only {state.holds}"
+        raise Refused("missing slices", about_layer("update", layer), problem, "give the state of the same slices")
     if gradient.holds.contains(state.holds):
         state = state._replace(form=state.form.but(holds=weight.holds))
     steps.update(layer, gradient, weight, state)
@@ -270,35 +270,35 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
 def refuse_stale(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
     """Refuse an old weight after this rank has updated some of its slices."""
     if weight.kind is Kind.WEIGHT and weight.step == 0 and weight.layer in updated:
-        done, mine = in_equal_pieces(updated[weight.layer], weight.holds)
-        stale = done.mask & mine.mask
+        updated_slices, weight_slices = in_equal_pieces(updated[weight.layer], weight.holds)
+        stale = updated_slices.mask & weight_slices.mask
         if stale:
-            given = (
-                f"the weight given is {weight}, a stale copy; slice {listed(bits(stale))} of {done.of} was already "
-                "updated on this rank"
+            problem = (
+                f"the weight given is {weight}, a stale copy; slice {listed(bits(stale))} of {updated_slices.of} was "
+                "already updated on this rank"
             )
             remedy = "finish every use of a weight before its update; a new Model starts a new run"
-            raise Refused("stale weight", op, given, remedy)
+            raise Refused("stale weight", op, problem, remedy)
 
 
-def require_one_update(layer: int, given: Mapping[int, Any]) -> None:
-    """Refuse a layer's final weights (`given`, by rank) if they lack slices or were not updated exactly once."""
+def require_one_update(layer: int, weights: Mapping[int, Any]) -> None:
+    """Refuse a layer's final weights (`weights`, by rank) if they lack slices or were not updated exactly once."""
     op = About("Model.check", layer)
-    if not given:
+    if not weights:
         none = f"no rank has set the final weight of layer {layer}"
         raise Refused("not kept", op, none, "call set_final_weight")
     specs: list[Spec] = []
-    for rank, weight in given.items():
+    for rank, weight in weights.items():
         spec = spec_of(op, f"final weight of layer {layer} on rank {rank}", weight)
         if spec.layer != layer or spec.step != 1:
             final = f"rank {rank}'s final weight of layer {layer} is {spec}, of optimizer step {spec.step}"
             raise Refused("wrong step", op, final, f"give weights[{layer}] of step 1, updated exactly once")
         specs.append(spec)
-    holds = gather(op, specs, [f"rank {rank}" for rank in given]).holds
+    holds = gather(op, specs, [f"rank {rank}" for rank in weights]).holds
     if not holds.complete:
         missing = ~holds.mask & (1 << holds.of) - 1
         lacks = missing_text("slice", missing, f" of {holds.of}")
-        partial = f"the final weights[{layer}] of {plural('rank', len(given))} {listed(given)} lack a part; {lacks}"
+        partial = f"the final weights[{layer}] of {plural('rank', len(weights))} {listed(weights)} lack a part; {lacks}"
         raise Refused("missing slices", op, partial, "let some rank update it", missing=bits(missing))
 
 

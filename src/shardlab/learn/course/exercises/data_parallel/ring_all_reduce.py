@@ -27,7 +27,7 @@ New here:
 Both start at once: if every rank first awaited its send, none would receive.
 Slices may be kept under any key, such as `rank.grad_weights[l, i]`.
 
-Write `reduced`, without a collective.
+Write `reduce_gradient`, without a collective.
 """
 
 from shardlab.language import Kind, Mesh, OpKind, Rank, Value
@@ -50,11 +50,11 @@ async def ring_all_reduce(rank: Rank) -> None:
             l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
         )
     for l in rank.layers:
-        total = await reduced(rank, l)
+        total = await reduce_gradient(rank, l)
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
 
-async def reduced(rank: Rank, l: int) -> Value:
+async def reduce_gradient(rank: Rank, l: int) -> Value:
     """Return the sum of all ranks' gradients of layer l."""
     # BEGIN SOLUTION
     chunks, n, me = rank.grad_weights, rank.world, rank.index

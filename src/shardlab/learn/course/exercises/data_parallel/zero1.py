@@ -56,8 +56,8 @@ async def zero1(rank: Rank) -> None:
     for l in rank.layers:
         # BEGIN SOLUTION
         gradient = await rank.reduce_scatter(rank.grad_weights.pop(l))
-        mine, rank.opt_states[l] = rank.update(l, gradient, rank.weights.pop(l), rank.opt_states[l])
-        rank.weights[l] = await rank.all_gather(mine)
+        new_slice, rank.opt_states[l] = rank.update(l, gradient, rank.weights.pop(l), rank.opt_states[l])
+        rank.weights[l] = await rank.all_gather(new_slice)
         # START
         # gradient = await rank.all_reduce(rank.grad_weights.pop(l))
         # rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
@@ -99,7 +99,7 @@ EXERCISE = Exercise(
         ),
         Mistake(
             "the new slices are not gathered",
-            ("rank.weights[l] = await rank.all_gather(mine)", "rank.weights[l] = mine"),
+            ("rank.weights[l] = await rank.all_gather(new_slice)", "rank.weights[l] = new_slice"),
             r"ends without the updated weights\[0\]",
             "the step loaded whole weights, so it must end with whole weights. Who has the other slices?",
         ),
@@ -111,7 +111,7 @@ EXERCISE = Exercise(
         ),
         Mistake(
             "the old weights are gathered",
-            ("rank.all_gather(mine)", "rank.all_gather(rank.slice(rank.weights[l], rank.index, rank.world))"),
+            ("rank.all_gather(new_slice)", "rank.all_gather(rank.slice(rank.weights[l], rank.index, rank.world))"),
             r"weights\[0\] does not exist",
             "the next step needs updated weights. What did the update return?",
         ),
@@ -120,8 +120,8 @@ EXERCISE = Exercise(
         "Compare what one rank's update reads with what the rank has: which part of the summed gradient does it need?",
         "Load whole weights but one shard of the optimizer state. Reduce-scatter the gradient, update with it, and "
         "gather the slices that the updates return.",
-        "`gradient = await rank.reduce_scatter(rank.grad_weights.pop(l))`, then `mine, rank.opt_states[l] = "
+        "`gradient = await rank.reduce_scatter(rank.grad_weights.pop(l))`, then `new_slice, rank.opt_states[l] = "
         "rank.update(l, gradient, rank.weights.pop(l), rank.opt_states[l])`, then `rank.weights[l] = await "
-        "rank.all_gather(mine)`.",
+        "rank.all_gather(new_slice)`.",
     ),
 )

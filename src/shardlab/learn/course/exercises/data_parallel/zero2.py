@@ -55,8 +55,8 @@ async def zero2(rank: Rank) -> None:
         # START
         # gradient = await rank.reduce_scatter(rank.grad_weights.pop(l))
         # END SOLUTION
-        mine, rank.opt_states[l] = rank.update(l, gradient, rank.weights.pop(l), rank.opt_states[l])
-        rank.weights[l] = await rank.all_gather(mine)
+        new_slice, rank.opt_states[l] = rank.update(l, gradient, rank.weights.pop(l), rank.opt_states[l])
+        rank.weights[l] = await rank.all_gather(new_slice)
 
 
 # END OF THE EXERCISE

@@ -50,14 +50,14 @@ async def attention(rank: Rank, l: int) -> Value:
     """Return the attention of this rank's queries to the keys and values of all ranks."""
     queries = rank.queries[l]
     # BEGIN SOLUTION
-    following, previous = (rank.index + 1) % rank.world, (rank.index - 1) % rank.world
+    next_rank, previous_rank = (rank.index + 1) % rank.world, (rank.index - 1) % rank.world
     block = rank.keys_values[l]
-    coming = rank.exchange(block, to=following, source=previous)
+    transfer = rank.exchange(block, to=next_rank, source=previous_rank)
     result = rank.attend(l, queries, block)
     for hop in range(1, rank.world):
-        block = await coming
+        block = await transfer
         if hop < rank.world - 1:
-            coming = rank.exchange(block, to=following, source=previous)
+            transfer = rank.exchange(block, to=next_rank, source=previous_rank)
         result = result + rank.attend(l, queries, block)
     return result
     # START
@@ -71,19 +71,19 @@ async def attention_backward(rank: Rank, l: int, result: Value, gradient: Value)
 
     The gradient of a block travels one hop behind the block, and each rank adds its part.
     """
-    following, previous = (rank.index + 1) % rank.world, (rank.index - 1) % rank.world
+    next_rank, previous_rank = (rank.index + 1) % rank.world, (rank.index - 1) % rank.world
     block = rank.keys_values[l]
-    coming = rank.exchange(block, to=following, source=previous)
+    transfer = rank.exchange(block, to=next_rank, source=previous_rank)
     grad_queries, grad_block = rank.attend_backward(l, rank.queries[l], block, result, gradient)
-    returning = rank.exchange(grad_block, to=following, source=previous)
+    grad_transfer = rank.exchange(grad_block, to=next_rank, source=previous_rank)
     for hop in range(1, rank.world):
-        block = await coming
+        block = await transfer
         if hop < rank.world - 1:
-            coming = rank.exchange(block, to=following, source=previous)
-        more, grad_block = rank.attend_backward(l, rank.queries[l], block, result, gradient)
-        grad_queries = grad_queries + more
-        returning = rank.exchange(await returning + grad_block, to=following, source=previous)
-    return grad_queries, await returning
+            transfer = rank.exchange(block, to=next_rank, source=previous_rank)
+        grad_part, grad_block = rank.attend_backward(l, rank.queries[l], block, result, gradient)
+        grad_queries = grad_queries + grad_part
+        grad_transfer = rank.exchange(await grad_transfer + grad_block, to=next_rank, source=previous_rank)
+    return grad_queries, await grad_transfer
 
 
 async def ring_attention(rank: Rank) -> None:
@@ -168,13 +168,13 @@ EXERCISE = Exercise(
         Mistake(
             "the next hop starts after attending",
             (
-                "        block = await coming\n        if hop < rank.world - 1:\n"
-                "            coming = rank.exchange(block, to=following, source=previous)\n"
+                "        block = await transfer\n        if hop < rank.world - 1:\n"
+                "            transfer = rank.exchange(block, to=next_rank, source=previous_rank)\n"
                 "        result = result + rank.attend(l, queries, block)\n",
-                '        rank.keys_values["block"] = await coming\n'
+                '        rank.keys_values["block"] = await transfer\n'
                 '        result = result + rank.attend(l, queries, rank.keys_values["block"])\n'
                 "        if hop < rank.world - 1:\n"
-                '            coming = rank.exchange(rank.keys_values["block"], to=following, source=previous)\n',
+                '            transfer = rank.exchange(rank.keys_values["block"], to=next_rank, source=previous_rank)\n',
             ),
             "blocks of keys and values arrive",
             "pass the block on before you attend to it: the message then takes no time.",
@@ -191,8 +191,8 @@ EXERCISE = Exercise(
         Mistake(
             "the own block goes around",
             (
-                "            coming = rank.exchange(block, to=following, source=previous)\n        result",
-                "            coming = rank.exchange(rank.keys_values[l], to=following, source=previous)\n"
+                "            transfer = rank.exchange(block, to=next_rank, source=previous_rank)\n        result",
+                "            transfer = rank.exchange(rank.keys_values[l], to=next_rank, source=previous_rank)\n"
                 "        result",
             ),
             "counted twice",
@@ -209,7 +209,7 @@ EXERCISE = Exercise(
         "There are 8 slices. If a rank has slice 0, which other one makes its work equal to that of the others?",
         "Rank r takes slices r and 2n - 1 - r. In the ring, n - 1 hops bring n - 1 other blocks; each hop is started "
         "before the attention that hides it.",
-        "`coming = rank.exchange(block, ...)`, `result = rank.attend(l, queries, block)`. Then in each hop: `block = "
-        "await coming`, the next exchange unless it is the last hop, and `result = result + rank.attend(...)`.",
+        "`transfer = rank.exchange(block, ...)`, `result = rank.attend(l, queries, block)`. Then in each hop: `block = "
+        "await transfer`, the next exchange unless it is the last hop, and `result = result + rank.attend(...)`.",
     ),
 )

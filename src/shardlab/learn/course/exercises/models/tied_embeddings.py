@@ -49,7 +49,7 @@ async def tied_embeddings(rank: Rank) -> None:
         rank.weights[l] = rank.load_weight(l)
         rank.opt_states[l] = rank.load_opt_state(l, shard=half, of=2)
 
-    first, after = layers[0], layers[-1] + 1
+    first, end = layers[0], layers[-1] + 1
     for m in rank.share("dp_shard"):
         if stage == 0:
             rank.activations[first, m] = rank.load_batch([m])
@@ -58,13 +58,13 @@ async def tied_embeddings(rank: Rank) -> None:
         for l in layers:
             rank.activations[l + 1, m] = rank.forward(l, rank.activations[l, m], rank.weights[rank.weight_of(l)])
         if stage == 0:
-            await rank.send(rank.activations.pop((after, m)), to=column[1])
+            await rank.send(rank.activations.pop((end, m)), to=column[1])
 
     for m in rank.share("dp_shard"):
         if stage == 0:
             gradient = await rank.recv(source=column[1])
         else:
-            gradient = rank.loss(rank.activations.pop((after, m)))
+            gradient = rank.loss(rank.activations.pop((end, m)))
         for l in reversed(layers):
             weight = rank.weights[rank.weight_of(l)]
             grad_weight, gradient = rank.backward(l, rank.activations.pop((l, m)), gradient, weight)
@@ -83,8 +83,8 @@ async def tied_embeddings(rank: Rank) -> None:
         #     gradient = await rank.all_reduce(gradient, axis="pp")
         # gradient = await rank.reduce_scatter(gradient, axis="dp_shard")
         # END SOLUTION
-        mine, rank.opt_states[l] = rank.update(l, gradient, rank.weights.pop(l), rank.opt_states[l])
-        rank.weights[l] = await rank.all_gather(mine, axis="dp_shard")
+        new_slice, rank.opt_states[l] = rank.update(l, gradient, rank.weights.pop(l), rank.opt_states[l])
+        rank.weights[l] = await rank.all_gather(new_slice, axis="dp_shard")
 
 
 # END OF THE EXERCISE

@@ -32,7 +32,7 @@ from shardlab.learn.course.techniques import computes_at_most, microbatches_each
 
 async def gpipe(rank: Rank) -> None:
     stage = rank.stage_layers()
-    first, after = stage[0], stage[-1] + 1
+    first, end = stage[0], stage[-1] + 1
     is_first, is_last = rank.index == 0, rank.index == rank.world - 1
     for l in stage:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
@@ -46,11 +46,11 @@ async def gpipe(rank: Rank) -> None:
         for l in stage:
             rank.activations[l + 1, m] = rank.forward(l, rank.activations[l, m], rank.weights[l])
         if not is_last:
-            await rank.send(rank.activations.pop((after, m)), to=rank.index + 1)
+            await rank.send(rank.activations.pop((end, m)), to=rank.index + 1)
 
     for m in rank.microbatches:
         if is_last:
-            gradient = rank.loss(rank.activations.pop((after, m)))
+            gradient = rank.loss(rank.activations.pop((end, m)))
         else:
             gradient = await rank.recv(source=rank.index + 1)
         for l in reversed(stage):
@@ -66,9 +66,9 @@ async def gpipe(rank: Rank) -> None:
     # for l in stage:
     #     rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
     # if is_last:
-    #     gradient = rank.loss(rank.activations.pop(after))
+    #     gradient = rank.loss(rank.activations.pop(end))
     # else:
-    #     await rank.send(rank.activations.pop(after), to=rank.index + 1)
+    #     await rank.send(rank.activations.pop(end), to=rank.index + 1)
     #     gradient = await rank.recv(source=rank.index + 1)
     # for l in reversed(stage):
     #     grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
@@ -124,7 +124,7 @@ EXERCISE = Exercise(
         ),
         Mistake(
             "the activations at the border are kept",
-            ("rank.send(rank.activations.pop((after, m)), to", "rank.send(rank.activations[after, m], to"),
+            ("rank.send(rank.activations.pop((end, m)), to", "rank.send(rank.activations[end, m], to"),
             r"too much memory.*: activations\[2\]",
             "no later line of this rank reads the activation that it has sent.",
         ),
@@ -156,7 +156,7 @@ EXERCISE = Exercise(
         "Two loops over the microbatches: one sends activations up, one sends gradients down.",
         "Give every activation the microbatch in its key. The second loop begins with the loss on the last rank, and "
         "with a gradient from above on the others.",
-        "`for m in rank.microbatches:` receive or load `activations[first, m]`, forward, send `activations.pop((after, "
+        "`for m in rank.microbatches:` receive or load `activations[first, m]`, forward, send `activations.pop((end, "
         "m))`. Then again `for m in rank.microbatches:` the loss or a receive, backward with `accumulate`, and a send.",
     ),
 )

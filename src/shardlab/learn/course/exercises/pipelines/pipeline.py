@@ -35,7 +35,7 @@ from shardlab.learn.course.techniques import computes_at_most, no_collective_of
 
 async def pipeline(rank: Rank) -> None:
     stage = rank.stage_layers()
-    first, after = stage[0], stage[-1] + 1  # the activations at the borders of the stage
+    first, end = stage[0], stage[-1] + 1  # the activations at the borders of the stage
     is_first, is_last = rank.index == 0, rank.index == rank.world - 1
     for l in stage:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
@@ -53,12 +53,12 @@ async def pipeline(rank: Rank) -> None:
 
     # BEGIN SOLUTION
     if is_last:
-        rank.grad_activations[after] = rank.loss(rank.activations.pop(after))
+        rank.grad_activations[end] = rank.loss(rank.activations.pop(end))
     else:
-        await rank.send(rank.activations.pop(after), to=rank.index + 1)
-        rank.grad_activations[after] = await rank.recv(source=rank.index + 1)
+        await rank.send(rank.activations.pop(end), to=rank.index + 1)
+        rank.grad_activations[end] = await rank.recv(source=rank.index + 1)
     # START
-    # rank.grad_activations[after] = rank.loss(rank.activations.pop(after))  # right for the last stage only
+    # rank.grad_activations[end] = rank.loss(rank.activations.pop(end))  # right for the last stage only
     # END SOLUTION
     for l in reversed(stage):
         rank.grad_weights[l], rank.grad_activations[l] = rank.backward(
@@ -100,10 +100,10 @@ EXERCISE = Exercise(
         Mistake(
             "every rank computes a loss",
             (
-                "    if is_last:\n        rank.grad_activations[after] = rank.loss(rank.activations.pop(after))\n"
-                "    else:\n        await rank.send(rank.activations.pop(after), to=rank.index + 1)\n"
-                "        rank.grad_activations[after] = await rank.recv(source=rank.index + 1)\n",
-                "    rank.grad_activations[after] = rank.loss(rank.activations.pop(after))\n",
+                "    if is_last:\n        rank.grad_activations[end] = rank.loss(rank.activations.pop(end))\n"
+                "    else:\n        await rank.send(rank.activations.pop(end), to=rank.index + 1)\n"
+                "        rank.grad_activations[end] = await rank.recv(source=rank.index + 1)\n",
+                "    rank.grad_activations[end] = rank.loss(rank.activations.pop(end))\n",
             ),
             "loss: the activation given",
             "only the last rank has the last activation. What does each of the others do with its own, and wait for?",
@@ -129,7 +129,7 @@ EXERCISE = Exercise(
         ),
         Mistake(
             "the activation of the wrong border is sent",
-            ("rank.send(rank.activations.pop(after), to", "rank.send(rank.activations[first], to"),
+            ("rank.send(rank.activations.pop(end), to", "rank.send(rank.activations[first], to"),
             r"forward\(layer 2\): the activation given",
             "a stage begins with the activation that the last layer of the stage below makes. Does that rank send it, "
             "and does this one begin with it?",
@@ -137,17 +137,17 @@ EXERCISE = Exercise(
         Mistake(
             "the gradient is received before the activation is sent",
             (
-                "        await rank.send(rank.activations.pop(after), to=rank.index + 1)\n"
-                "        rank.grad_activations[after] = await rank.recv(source=rank.index + 1)\n",
-                "        rank.grad_activations[after] = await rank.recv(source=rank.index + 1)\n"
-                "        await rank.send(rank.activations.pop(after), to=rank.index + 1)\n",
+                "        await rank.send(rank.activations.pop(end), to=rank.index + 1)\n"
+                "        rank.grad_activations[end] = await rank.recv(source=rank.index + 1)\n",
+                "        rank.grad_activations[end] = await rank.recv(source=rank.index + 1)\n"
+                "        await rank.send(rank.activations.pop(end), to=rank.index + 1)\n",
             ),
             "deadlock",
             "each rank waits for another one. Can the next rank have this gradient before it has the activation?",
         ),
         Mistake(
             "every activation is kept",
-            ("rank.send(rank.activations.pop(after), to", "rank.send(rank.activations[after], to"),
+            ("rank.send(rank.activations.pop(end), to", "rank.send(rank.activations[end], to"),
             "too much memory.*activations",
             "no later line of this rank reads the activation that it has sent. `pop` takes it out of its store.",
         ),
@@ -158,7 +158,7 @@ EXERCISE = Exercise(
         "All but the first rank receive activation `first` from the rank below; all but the last rank send activation "
         "`after` up and receive its gradient. At the end, all but the first send the gradient of activation `first` "
         "down.",
-        "After the forward passes: `if is_last:` the loss; `else:` `await rank.send(rank.activations.pop(after), "
-        "to=rank.index + 1)` and `rank.grad_activations[after] = await rank.recv(source=rank.index + 1)`.",
+        "After the forward passes: `if is_last:` the loss; `else:` `await rank.send(rank.activations.pop(end), "
+        "to=rank.index + 1)` and `rank.grad_activations[end] = await rank.recv(source=rank.index + 1)`.",
     ),
 )

@@ -34,11 +34,11 @@ from shardlab.learn.course.techniques import in_flight_at_most, runs_on
 async def rendezvous(rank: Rank) -> None:
     (l,) = rank.stage_layers()  # one layer on each rank
     is_first, is_last = rank.index == 0, rank.index == rank.world - 1
-    below, above = rank.index - 1, rank.index + 1
+    rank_below, rank_above = rank.index - 1, rank.index + 1
     rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
 
     async def load(m: int) -> None:
-        rank.activations[l, m] = rank.load_batch([m]) if is_first else await rank.recv(source=below)
+        rank.activations[l, m] = rank.load_batch([m]) if is_first else await rank.recv(source=rank_below)
 
     def forward(m: int) -> Value:
         return rank.forward(l, rank.activations[l, m], rank.weights[l])
@@ -50,26 +50,26 @@ async def rendezvous(rank: Rank) -> None:
 
     # BEGIN SOLUTION
     async def meet_above(output: Value) -> Value:
-        return await rank.exchange(output, to=above, source=above)
+        return await rank.exchange(output, to=rank_above, source=rank_above)
 
     async def meet_below(gradient: Value) -> Value:
-        return await rank.exchange(gradient, to=below, source=below)
+        return await rank.exchange(gradient, to=rank_below, source=rank_below)
 
     # START
     # async def meet_above(output: Value) -> Value:
-    #     await rank.send(output, to=above)
-    #     return await rank.recv(source=above)
+    #     await rank.send(output, to=rank_above)
+    #     return await rank.recv(source=rank_above)
     #
     # async def meet_below(gradient: Value) -> Value:
-    #     await rank.send(gradient, to=below)
-    #     return await rank.recv(source=below)
+    #     await rank.send(gradient, to=rank_below)
+    #     return await rank.recv(source=rank_below)
     #
     # END SOLUTION
     count = len(rank.microbatches)
     warmup = min(rank.world - rank.index - 1, count)
     for m in range(warmup):
         await load(m)
-        await rank.send(forward(m), to=above)
+        await rank.send(forward(m), to=rank_above)
 
     await load(warmup)
     for m in range(count - warmup):  # forward with microbatch warmup + m, backward with m
@@ -79,19 +79,19 @@ async def rendezvous(rank: Rank) -> None:
         else:
             gradient = await meet_above(output)
         gradient = backward(m, gradient)
-        following = warmup + m + 1
+        next_microbatch = warmup + m + 1
         if is_first:
-            if following < count:
-                await load(following)
-        elif following < count:
-            rank.activations[l, following] = await meet_below(gradient)
+            if next_microbatch < count:
+                await load(next_microbatch)
+        elif next_microbatch < count:
+            rank.activations[l, next_microbatch] = await meet_below(gradient)
         else:
-            await rank.send(gradient, to=below)
+            await rank.send(gradient, to=rank_below)
 
     for m in range(count - warmup, count):
-        gradient = backward(m, await rank.recv(source=above))
+        gradient = backward(m, await rank.recv(source=rank_above))
         if not is_first:
-            await rank.send(gradient, to=below)
+            await rank.send(gradient, to=rank_below)
 
     rank.weights[l], rank.opt_states[l] = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
 
@@ -115,12 +115,12 @@ EXERCISE = Exercise(
         Mistake(
             "both send first",
             (
-                "        return await rank.exchange(output, to=above, source=above)\n\n"
+                "        return await rank.exchange(output, to=rank_above, source=rank_above)\n\n"
                 "    async def meet_below(gradient: Value) -> Value:\n"
-                "        return await rank.exchange(gradient, to=below, source=below)\n",
-                "        await rank.send(output, to=above)\n        return await rank.recv(source=above)\n\n"
+                "        return await rank.exchange(gradient, to=rank_below, source=rank_below)\n",
+                "        await rank.send(output, to=rank_above)\n        return await rank.recv(source=rank_above)\n\n"
                 "    async def meet_below(gradient: Value) -> Value:\n"
-                "        await rank.send(gradient, to=below)\n        return await rank.recv(source=below)\n",
+                "        await rank.send(gradient, to=rank_below)\n        return await rank.recv(source=rank_below)\n",
             ),
             "needs buffers",
             "both neighbours wait until the other one receives. Let the two messages be issued together.",
@@ -128,15 +128,16 @@ EXERCISE = Exercise(
         Mistake(
             "the sends are awaited later",
             (
-                "        return await rank.exchange(output, to=above, source=above)\n\n"
+                "        return await rank.exchange(output, to=rank_above, source=rank_above)\n\n"
                 "    async def meet_below(gradient: Value) -> Value:\n"
-                "        return await rank.exchange(gradient, to=below, source=below)\n",
-                "        rank.activations['sent'] = output\n        sent = rank.send(output, to=above)\n"
-                "        gradient = await rank.recv(source=above)\n        await sent\n"
+                "        return await rank.exchange(gradient, to=rank_below, source=rank_below)\n",
+                "        rank.activations['sent'] = output\n        handle = rank.send(output, to=rank_above)\n"
+                "        gradient = await rank.recv(source=rank_above)\n        await handle\n"
                 "        del rank.activations['sent']\n        return gradient\n\n"
                 "    async def meet_below(gradient: Value) -> Value:\n"
-                "        rank.grad_activations['sent'] = gradient\n        sent = rank.send(gradient, to=below)\n"
-                "        output = await rank.recv(source=below)\n        await sent\n"
+                "        rank.grad_activations['sent'] = gradient\n"
+                "        handle = rank.send(gradient, to=rank_below)\n"
+                "        output = await rank.recv(source=rank_below)\n        await handle\n"
                 "        del rank.grad_activations['sent']\n        return output\n",
             ),
             "hangs on NCCL",
@@ -145,24 +146,24 @@ EXERCISE = Exercise(
         Mistake(
             "the gradient is received before the activation is sent",
             (
-                "        return await rank.exchange(output, to=above, source=above)\n",
-                "        gradient = await rank.recv(source=above)\n        await rank.send(output, to=above)\n"
-                "        return gradient\n",
+                "        return await rank.exchange(output, to=rank_above, source=rank_above)\n",
+                "        gradient = await rank.recv(source=rank_above)\n"
+                "        await rank.send(output, to=rank_above)\n        return gradient\n",
             ),
             "too slow",
             "the rank above stands still, because the activation that it needs next lies here. Which is ready first?",
         ),
         Mistake(
             "the exchange names the wrong neighbour",
-            ("rank.exchange(gradient, to=below, source=below)", "rank.exchange(gradient, to=below, source=above)"),
+            ("to=rank_below, source=rank_below", "to=rank_below, source=rank_above"),
             "recv from rank 4",
             "the next activation comes from where the gradient goes to.",
         ),
         Mistake(
             "the gradient of the wrong microbatch",
             (
-                "gradient = backward(m, gradient)\n        following",
-                "gradient = backward(warmup + m, gradient)\n        following",
+                "gradient = backward(m, gradient)\n        next_microbatch",
+                "gradient = backward(warmup + m, gradient)\n        next_microbatch",
             ),
             r"of microbatch \d and the gradient of microbatch \d",
             "the rank above is `warmup` microbatches behind: whose gradient does it send?",
@@ -172,7 +173,7 @@ EXERCISE = Exercise(
         "Which two ranks wait in the first refusal, and what has each of them sent to the other?",
         "After its forward pass rank r sends an activation up and receives a gradient; after its backward pass rank "
         "r + 1 sends a gradient down and receives an activation. It is the same pair of messages.",
-        "`return await rank.exchange(output, to=above, source=above)`, and in the other function `return await "
-        "rank.exchange(gradient, to=below, source=below)`.",
+        "`return await rank.exchange(output, to=rank_above, source=rank_above)`, and in the other function `return "
+        "await rank.exchange(gradient, to=rank_below, source=rank_below)`.",
     ),
 )

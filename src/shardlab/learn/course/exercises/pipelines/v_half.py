@@ -55,24 +55,24 @@ def actions(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> I
         passes = Forward(down, i), Forward(up, i), BackwardInput(up, i), BackwardInput(down, i)
         timetable.update({slot + 6 * i: action for slot, action in zip(block(rank, ranks), passes, strict=True)})
 
-    waiting: list[Action] = []
+    halves: list[Action] = []
     # BEGIN SOLUTION
     for slot in range(max(timetable) + 1):
         if slot in timetable:
             action = timetable[slot]
             yield action
             if isinstance(action, BackwardInput):
-                waiting.append(BackwardWeight(action.stage, action.microbatch))
-        elif waiting:
-            yield waiting.pop(0)
+                halves.append(BackwardWeight(action.stage, action.microbatch))
+        elif halves:
+            yield halves.pop(0)
     # START
     # for slot in sorted(timetable):
     #     action = timetable[slot]
     #     yield action
     #     if isinstance(action, BackwardInput):
-    #         waiting.append(BackwardWeight(action.stage, action.microbatch))
+    #         halves.append(BackwardWeight(action.stage, action.microbatch))
     # END SOLUTION
-    yield from waiting
+    yield from halves
 
 
 v_half = Schedule("v_half", actions, placement=vee, stages_per_rank=2)
@@ -125,13 +125,13 @@ EXERCISE = Exercise(
         ),
         Mistake(
             "all weight halves come last",
-            ("        elif waiting:\n            yield waiting.pop(0)\n", ""),
+            ("        elif halves:\n            yield halves.pop(0)\n", ""),
             "too much memory.*activations",
             "a microbatch's activations live until its weight halves are done. The block has free slots for them.",
         ),
         Mistake(
             "the last weight halves are missing",
-            ("            yield waiting.pop(0)\n    yield from waiting\n", "            yield waiting.pop(0)\n"),
+            ("            yield halves.pop(0)\n    yield from halves\n", "            yield halves.pop(0)\n"),
             "no Backward or BackwardWeight",
             "after the last slot of the timetable some weight halves still wait.",
         ),

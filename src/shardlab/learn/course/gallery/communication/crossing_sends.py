@@ -26,12 +26,12 @@ async def crossing_sends(rank: Rank) -> None:
     inputs, weights = [rank.load_batch(rank.share())], dict[int, Value]()
     for l in rank.layers:
         # BEGIN SOLUTION
-        theirs = await rank.exchange(rank.weights[l], to=other, source=other)
+        other_half = await rank.exchange(rank.weights[l], to=other, source=other)
         # START
         # await rank.send(rank.weights[l], to=other)
-        # theirs = await rank.recv(source=other)
+        # other_half = await rank.recv(source=other)
         # END SOLUTION
-        weights[l] = rank.concatenate([rank.weights[l], theirs])
+        weights[l] = rank.concatenate([rank.weights[l], other_half])
         inputs.append(rank.forward(l, inputs[l], weights[l]))
     gradient = rank.loss(inputs.pop())
     for l in reversed(rank.layers):
@@ -56,10 +56,10 @@ EXERCISE = Exercise(
         Mistake(
             "both ranks send first",
             (
-                "        theirs = await rank.exchange(rank.weights[l], to=other, source=other)\n",
+                "        other_half = await rank.exchange(rank.weights[l], to=other, source=other)\n",
                 (
                     "        await rank.send(rank.weights[l], to=other)\n"
-                    "        theirs = await rank.recv(source=other)\n"
+                    "        other_half = await rank.recv(source=other)\n"
                 ),
             ),
             r"can hang",

@@ -17,8 +17,8 @@ from shardlab.learn.course.exercise import Exercise, Goals, Mistake
 
 
 async def swapped_messages(rank: Rank) -> None:
-    mine = [l for l in rank.layers if l % 2 == rank.index]
-    for l in mine:
+    own_layers = [l for l in rank.layers if l % 2 == rank.index]
+    for l in own_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     other = 1 - rank.index
     x: dict[tuple[int, int], Value] = {}  # (layer, microbatch) -> the layer's input
@@ -73,7 +73,7 @@ async def swapped_messages(rank: Rank) -> None:
         await rank.send(backward(3, 1), to=other)
         await receive(g, "grad_activations", 1, 1)
         await rank.send(backward(1, 1), to=other)
-    for l in mine:
+    for l in own_layers:
         gradient = rank.grad_weights.pop(l)
         rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
 

@@ -31,8 +31,8 @@ async def unused_expert(rank: Rank) -> None:
 
     for l in reversed(rank.layers):
         # BEGIN SOLUTION
-        mine = gradients[l] if l in gradients else rank.zero_gradient(l)
-        part = await rank.reduce_scatter(mine)
+        grad_weight = gradients[l] if l in gradients else rank.zero_gradient(l)
+        part = await rank.reduce_scatter(grad_weight)
         # START
         # if l not in gradients:
         #     continue
@@ -57,8 +57,8 @@ EXERCISE = Exercise(
             "a rank skips a collective",
             (
                 (
-                    "        mine = gradients[l] if l in gradients else rank.zero_gradient(l)\n"
-                    "        part = await rank.reduce_scatter(mine)\n"
+                    "        grad_weight = gradients[l] if l in gradients else rank.zero_gradient(l)\n"
+                    "        part = await rank.reduce_scatter(grad_weight)\n"
                 ),
                 (
                     "        if l not in gradients:\n"

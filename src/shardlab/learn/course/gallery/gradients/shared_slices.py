@@ -17,9 +17,9 @@ from shardlab.learn.course.exercise import Exercise, Goals, Mistake
 
 async def shared_slices(rank: Rank) -> None:
     replica, shard = rank.coordinate("dp_replicate"), rank.coordinate("dp_shard")
-    mine = shard if replica == 0 else 1 - shard
+    own_shard = shard if replica == 0 else 1 - shard
     for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, mine, 2)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, own_shard, 2)
 
     inputs = [rank.load_batch(rank.share())]
     for l in rank.layers:
@@ -30,9 +30,9 @@ async def shared_slices(rank: Rank) -> None:
         grad_weight, gradient = rank.backward(l, inputs.pop(), gradient, weight)
         whole = await rank.all_reduce(grad_weight, axis="dp_shard")
         # BEGIN SOLUTION
-        total = rank.slice(await rank.all_reduce(whole, axis="dp_replicate"), mine, 2)
+        total = rank.slice(await rank.all_reduce(whole, axis="dp_replicate"), own_shard, 2)
         # START
-        # total = await rank.all_reduce(rank.slice(whole, mine, 2), axis="dp_replicate")
+        # total = await rank.all_reduce(rank.slice(whole, own_shard, 2), axis="dp_replicate")
         # END SOLUTION
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
@@ -52,15 +52,15 @@ EXERCISE = Exercise(
         Mistake(
             "slices of different places are reduced",
             (
-                'total = rank.slice(await rank.all_reduce(whole, axis="dp_replicate"), mine, 2)',
-                'total = await rank.all_reduce(rank.slice(whole, mine, 2), axis="dp_replicate")',
+                'total = rank.slice(await rank.all_reduce(whole, axis="dp_replicate"), own_shard, 2)',
+                'total = await rank.all_reduce(rank.slice(whole, own_shard, 2), axis="dp_replicate")',
             ),
             r"all_reduce",
             "which half of the gradient does each of the two members of a group give?",
         ),
     ),
     hints=(
-        "Write down `mine` for the four ranks. Which ranks meet along `dp_replicate`?",
+        "Write down `own_shard` for the four ranks. Which ranks meet along `dp_replicate`?",
         "The members of a group must give the same elements. Before the cut, they do.",
         "Reduce the whole gradient over the replicas first, and cut the slice out of the sum.",
     ),

@@ -52,12 +52,12 @@ async def tied_copies(rank: Rank) -> None:
     if rank.index == 1:
         await rank.send(gradient, to=other)
         await rank.send(residual[0], to=other)
-    tied = gradients.pop(0 if rank.index == 0 else rank.layers[-1])
+    tied_gradient = gradients.pop(0 if rank.index == 0 else rank.layers[-1])
 
     # BEGIN SOLUTION
-    gradients[0] = await rank.all_reduce(tied)
+    gradients[0] = await rank.all_reduce(tied_gradient)
     # START
-    # gradients[0] = tied
+    # gradients[0] = tied_gradient
     # END SOLUTION
     for l, gradient in gradients.items():
         rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
@@ -77,7 +77,7 @@ EXERCISE = Exercise(
     mistakes=(
         Mistake(
             "the two uses are not summed",
-            ("gradients[0] = await rank.all_reduce(tied)", "gradients[0] = tied"),
+            ("gradients[0] = await rank.all_reduce(tied_gradient)", "gradients[0] = tied_gradient"),
             r"update.*missing",
             "the matrix is used twice. Where is the gradient of the other use?",
         ),

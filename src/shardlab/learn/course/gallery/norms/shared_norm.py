@@ -51,16 +51,16 @@ async def shared_norm(rank: Rank) -> None:
     if rank.index == 1:
         await rank.send(gradient, to=other)
         await rank.send(residual[0], to=other)
-    tied = gradients.pop(0 if rank.index == 0 else rank.layers[-1])
+    tied_gradient = gradients.pop(0 if rank.index == 0 else rank.layers[-1])
 
-    gradients[0] = await rank.all_reduce(tied)
+    gradients[0] = await rank.all_reduce(tied_gradient)
 
     # BEGIN SOLUTION
-    counted = [l for l in gradients if l or rank.index == 0]
+    counted_layers = [l for l in gradients if l or rank.index == 0]
     # START
-    # counted = list(gradients)
+    # counted_layers = list(gradients)
     # END SOLUTION
-    squares = sum(rank.norm(l, gradients[l]) for l in counted)
+    squares = sum(rank.norm(l, gradients[l]) for l in counted_layers)
     assert isinstance(squares, Value)
     norm = await rank.all_reduce(squares)
     for l, gradient in gradients.items():
@@ -82,7 +82,7 @@ EXERCISE = Exercise(
     mistakes=(
         Mistake(
             "both copies are counted",
-            ("counted = [l for l in gradients if l or rank.index == 0]", "counted = list(gradients)"),
+            ("counted_layers = [l for l in gradients if l or rank.index == 0]", "counted_layers = list(gradients)"),
             r"counts once",
             "which gradient do both stages add to the norm?",
         ),

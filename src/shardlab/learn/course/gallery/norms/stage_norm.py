@@ -18,7 +18,7 @@ from shardlab.learn.course.techniques import clips
 
 async def stage_norm(rank: Rank) -> None:
     stage = rank.stage_layers()
-    first, after = stage[0], stage[-1] + 1
+    first, end = stage[0], stage[-1] + 1
     for l in stage:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
 
@@ -33,7 +33,7 @@ async def stage_norm(rank: Rank) -> None:
     else:
         gradient = rank.loss(x)
     gradients: dict[int, Value] = {}
-    for l in reversed(range(first, after)):
+    for l in reversed(range(first, end)):
         gradients[l], gradient = rank.backward(l, inputs[l], gradient, rank.weights[l])
     if rank.index == 1:
         await rank.send(gradient, to=0)

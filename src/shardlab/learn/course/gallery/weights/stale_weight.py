@@ -26,17 +26,17 @@ async def stale_weight(rank: Rank) -> None:
     for l in rank.layers:
         inputs.append(rank.forward(l, inputs[l], rank.weights[l]))
     gradient = rank.loss(inputs.pop())
-    new: dict[int, Value] = {}
+    new_slices: dict[int, Value] = {}
     for l in reversed(rank.layers):
         grad_weight, gradient = rank.backward(l, inputs.pop(), gradient, rank.weights[l])
         part = await rank.reduce_scatter(grad_weight)
-        new[l], rank.opt_states[l] = rank.update(l, part, rank.weights[l], rank.opt_states[l])
+        new_slices[l], rank.opt_states[l] = rank.update(l, part, rank.weights[l], rank.opt_states[l])
     # BEGIN SOLUTION
     for l in rank.layers:
-        rank.weights[l] = await rank.all_gather(new[l])
+        rank.weights[l] = await rank.all_gather(new_slices[l])
     # START
     # for l in rank.layers[:-1]:
-    #     rank.weights[l] = await rank.all_gather(new[l])
+    #     rank.weights[l] = await rank.all_gather(new_slices[l])
     # END SOLUTION
 
 
@@ -55,8 +55,8 @@ EXERCISE = Exercise(
         Mistake(
             "a layer's slices are not gathered",
             (
-                ("    for l in rank.layers:\n        rank.weights[l] = await rank.all_gather(new[l])\n"),
-                ("    for l in rank.layers[:-1]:\n        rank.weights[l] = await rank.all_gather(new[l])\n"),
+                ("    for l in rank.layers:\n        rank.weights[l] = await rank.all_gather(new_slices[l])\n"),
+                ("    for l in rank.layers[:-1]:\n        rank.weights[l] = await rank.all_gather(new_slices[l])\n"),
             ),
             r"ends without the updated weights",
             "which layers have their new weight on every rank when the step ends?",
