@@ -112,7 +112,7 @@ def printed(width: int, encoding: str = "utf-8", count: int = 16) -> list[str]:
     console = Console(file=stream, width=width, highlight=False)
     tensors: list[Numbers] = [[100.0 * rank + place for place in range(count)] for rank in range(count)]
     print_shown(console, TensorStates(("all_reduce",), [tensors, tensors]), "what it does", 0, "sum")
-    print_same(console, "all_reduce", TensorStates(("reduce_scatter", "all_gather"), [tensors] * 3), same=True)
+    print_same(console, "all_reduce", TensorStates(("reduce_scatter", "all_gather"), [tensors] * 3), matches=True)
     stream.seek(0)
     return stream.read().splitlines()
 
@@ -134,5 +134,5 @@ def test_what_differs_is_said_and_fails() -> None:
     assert is_same({("all_reduce",): REDUCED, PAIRS["all_reduce"]: wrong}, "all_reduce") is False
     assert is_same({("all_reduce",): REDUCED}, "all_reduce") is None
     console = Console(file=io.StringIO(), width=80, record=True)
-    print_same(console, "all_reduce", wrong, same=False)
+    print_same(console, "all_reduce", wrong, matches=False)
     assert "the same on every rank: no" in console.export_text()

@@ -150,9 +150,9 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"shardlab: interrupted{f' ({interrupt})' if str(interrupt) else ''}", file=sys.stderr)
         return INTERRUPTED
     except (ImportError, OSError, EOFError) as error:
-        if (where := unreadable_python(error)) is not None:
+        if (path := unreadable_python(error)) is not None:
             print(
-                f"shardlab: this user has no permission to read {where}, which this Python needs ({error}); make "
+                f"shardlab: this user has no permission to read {path}, which this Python needs ({error}); make "
                 "it readable for all users, or use a Python that is installed for all users",
                 file=sys.stderr,
             )
@@ -172,9 +172,9 @@ def command_of(words: list[str]) -> Command:
         SystemExit: if the line asks for help, which is printed.
     """
     with mistakes_as_sentences():
-        command, left = cast(tuple[Command, list[str]], _parsed(words))
-    if left:
-        raise _unrecognized(left[0], command)
+        command, extra_words = cast(tuple[Command, list[str]], _parsed(words))
+    if extra_words:
+        raise _unrecognized(extra_words[0], command)
     return command
 
 
@@ -193,16 +193,16 @@ def _parsed(words: list[str]) -> Any:
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise unknown_command(words[0], COMMANDS, "shardlab")
     names = subcommand_names(COMMANDS[words[0]]) if words[0] in COMMANDS and words[1:] else []
-    known = {*names, *(Learn().elsewhere if words[0] == "learn" else ())}  # exercises have their own error message
-    if names and words[1] not in known and not words[1].startswith("-"):
+    all_names = {*names, *(Learn().elsewhere if words[0] == "learn" else ())}  # exercises have their own error message
+    if names and words[1] not in all_names and not words[1].startswith("-"):
         raise unknown_command(words[1], names, f"shardlab {words[0]}")
     if {"-h", "--help"} & set(words):
         from shardlab.cli.console import print_help
 
         print_help(words, COMMANDS, DESCRIPTION)
-    named = tuple(Annotated[Any, tyro.conf.subcommand(name=name, constructor=kind)] for name, kind in COMMANDS.items())
+    types = tuple(Annotated[Any, tyro.conf.subcommand(name=name, constructor=kind)] for name, kind in COMMANDS.items())
     return tyro.cli(
-        cast(Any, Union[named]),  # noqa: UP007
+        cast(Any, Union[types]),  # noqa: UP007
         prog="shardlab",
         description=DESCRIPTION,
         args=words,

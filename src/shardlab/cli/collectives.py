@@ -113,10 +113,10 @@ class Collectives:
         doubles = [PAIRS[name] for name in names if name in PAIRS and self.reduction == "sum"]
         cases = [*((name,) for name in names), *doubles]
         with failures_as_exit():
-            shown = run_ranks(self.ranks, show_rank, cases, self.root, Reduction(self.reduction))
-        if shown is None:  # a rank of an existing world, but not the one that reports
+            all_states = run_ranks(self.ranks, show_rank, cases, self.root, Reduction(self.reduction))
+        if all_states is None:  # a rank of an existing world, but not the one that reports
             return 0
-        results = {each.steps: each for each in shown}
+        results = {states.steps: states for states in all_states}
         self._report(names, results).show(json=self.json)
         return 0 if all(is_same(results, name) is not False for name in names) else 1
 
@@ -142,16 +142,16 @@ class Collectives:
             unit = 10 if self.ranks <= 10 else 100
             report.line(f"[dim]{unit} and {unit + 1} are elements 0 and 1 of rank 1's tensor; - is no tensor[/]\n")
         for name in names:
-            shown, says = results[name,], NAMES[name].format(by=self.reduction)
+            states, says = results[name,], NAMES[name].format(by=self.reduction)
             by = self.reduction if name in REDUCING else "sum"
             report.data["collectives"].append(
-                {"name": name, "says": says, "before": shown.inputs, "after": shown.results}
+                {"name": name, "says": says, "before": states.inputs, "after": states.results}
             )
-            report.draw(partial(print_shown, shown=shown, says=says, root=self.root, by=by))
-            if (same := is_same(results, name)) is not None:
+            report.draw(partial(print_shown, states=states, says=says, root=self.root, by=by))
+            if (matches := is_same(results, name)) is not None:
                 double = results[PAIRS[name]]
-                equal.append({"name": name, "steps": PAIRS[name], "tensors": double.tensors, "same": same})
-                report.draw(partial(print_same, name=name, double=double, same=same))
+                equal.append({"name": name, "steps": PAIRS[name], "tensors": double.tensors, "same": matches})
+                report.draw(partial(print_same, name=name, double=double, matches=matches))
         return report
 
 
@@ -161,7 +161,7 @@ def is_same(results: dict[tuple[str, ...], TensorStates], name: str) -> bool | N
     return None if double is None else double.results == results[name,].results
 
 
-def print_shown(console: Console, shown: TensorStates, says: str, root: int, by: str) -> None:
+def print_shown(console: Console, states: TensorStates, says: str, root: int, by: str) -> None:
     """Print a collective: its name, what it does, and a row for each rank.
 
     Args:
@@ -169,8 +169,8 @@ def print_shown(console: Console, shown: TensorStates, says: str, root: int, by:
         root: rank that sends or receives for all others.
         by: operation of a reduction.
     """
-    (name,) = shown.steps
-    ranks = range(len(shown.inputs))
+    (name,) = states.steps
+    ranks = range(len(states.inputs))
     rooted = name in ("broadcast", "scatter", "send")
     gives = [root] if rooted else ranks
     takes = [(root + 1) % len(ranks)] if name == "send" else [root] if name in ("gather", "reduce") else ranks
@@ -181,23 +181,23 @@ def print_shown(console: Console, shown: TensorStates, says: str, root: int, by:
     table = _table(*(("came at", "", "went on at") if is_barrier else ("before", "", "after")))
     width = _column_width(console, len(lines[0]), 2)
     for rank in ranks:
-        cells = [short(each[rank], width, times=is_barrier) for each in (shown.inputs, shown.results)]
+        cells = [short(tensors[rank], width, times=is_barrier) for tensors in (states.inputs, states.results)]
         table.add_row(str(rank), cells[0], Text(lines[rank], "cyan"), cells[1])
     console.print(f"[bold]{name}[/]  {says}")
     console.print(table)
     console.print()
 
 
-def print_same(console: Console, name: str, double: TensorStates, *, same: bool) -> None:
+def print_same(console: Console, name: str, double: TensorStates, *, matches: bool) -> None:
     """Print the tensors before and after two collectives in sequence, and compare the result with that of one."""
     one, other = double.steps
     table = _table("before", one, other)
     width = _column_width(console, 0, 3)
     for rank in range(len(double.inputs)):
-        table.add_row(str(rank), *(short(each[rank], max(width, len(one))) for each in double.tensors))
+        table.add_row(str(rank), *(short(tensors[rank], max(width, len(one))) for tensors in double.tensors))
     console.print(f"[bold]{name} = {one} + {other}[/]")
     console.print(table)
-    verdict = "[green]the same on every rank: yes[/]" if same else "[red]the same on every rank: no[/]"
+    verdict = "[green]the same on every rank: yes[/]" if matches else "[red]the same on every rank: no[/]"
     console.print(f"{verdict}\n")
 
 
@@ -211,10 +211,10 @@ def short(numbers: Numbers, width: int, *, times: bool = False) -> str:
     if numbers is None:
         return "-"
     words = [f"{n:.0f} ms" if times else f"{n:02.0f}" if n == int(n) else f"{n:.4g}" for n in numbers]
-    text, kept = " ".join(words), len(words) - 1
-    while len(text) > width and kept > 1:
-        kept -= 1
-        text = " ".join([*words[:kept], "..", words[-1]])
+    text, count = " ".join(words), len(words) - 1
+    while len(text) > width and count > 1:
+        count -= 1
+        text = " ".join([*words[:count], "..", words[-1]])
     return text
 
 
@@ -228,13 +228,13 @@ def diagram(ranks: int, gives: Collection[int], takes: Collection[int], label: s
     middle = ends[0] if ends else (ranks - 1) // 2
     lines: list[str] = []
     for rank in range(ranks):
-        here = rank == middle
+        is_middle = rank == middle
         into = "──" if rank in gives else "  "
-        center = f"─ {label} ─" if here else " " * (len(label) + 4)
+        center = f"─ {label} ─" if is_middle else " " * (len(label) + 4)
         out = "─▶" if rank in takes else "  "
-        left = _joint(rank, middle, gives, left=rank in gives, right=here)
-        right = _joint(rank, middle, takes, left=here, right=rank in takes)
-        lines.append(into + left + center + right + out)
+        left_joint = _joint(rank, middle, gives, has_left=rank in gives, has_right=is_middle)
+        right_joint = _joint(rank, middle, takes, has_left=is_middle, has_right=rank in takes)
+        lines.append(into + left_joint + center + right_joint + out)
     return lines
 
 
@@ -249,8 +249,8 @@ def _column_width(console: Console, used: int, columns: int) -> int:
     return max(8, (console.width - len("rank") - used - 2 * (columns + 2)) // columns)
 
 
-def _joint(rank: int, middle: int, ends: Collection[int], *, left: bool, right: bool) -> str:
+def _joint(rank: int, middle: int, ends: Collection[int], *, has_left: bool, has_right: bool) -> str:
     """Return the character where a rank's line meets the vertical line, which connects the middle with all ends."""
     top, bottom = min(middle, *ends), max(middle, *ends)
     up, down = top < rank <= bottom, top <= rank < bottom
-    return BOXES["L" * left + "R" * right + "U" * up + "D" * down]
+    return BOXES["L" * has_left + "R" * has_right + "U" * up + "D" * down]

@@ -123,9 +123,9 @@ class Compare:
 
     def _beside_prediction(self, folder: Path) -> int:
         """Compare one run with its prediction, and name other runs in its parent folder."""
-        beside = _sentence_about_runs_beside(folder)
-        if beside and not any(folder.glob("measured*.jsonl")):
-            raise UserError(f"{folder} has no trace (shardlab train --trace) to compare with a prediction; {beside}")
+        note = _sentence_about_runs_beside(folder)
+        if note and not any(folder.glob("measured*.jsonl")):
+            raise UserError(f"{folder} has no trace (shardlab train --trace) to compare with a prediction; {note}")
         run = traced_run(folder, self.cluster, self.recipe, other_machine=self.other_machine)
         measured, estimate = run.measured, run.estimate
         predicted = estimate.timeline() if estimate else None
@@ -133,14 +133,14 @@ class Compare:
             measured, predicted, [max(memory.before_ops) for memory in estimate.memory] if estimate else None
         )
         self._draw(predicted, measured, run.job)
-        shown = {"measured": (measured.timeline, measured.counters)}
+        timelines = {"measured": (measured.timeline, measured.counters)}
         if self.pictures.trace and estimate and predicted:
-            shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
-        self.pictures.save_trace(shown)
+            timelines = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **timelines}
+        self.pictures.save_trace(timelines)
         data = as_json(run.settings, run.checked, comparison, measured, run.limit)
         report = comparison_report(comparison, run.title, data, self.pictures.files)
-        if beside:
-            report.line(Text(beside, "dim"), wrap=False)
+        if note:
+            report.line(Text(note, "dim"), wrap=False)
         report.show(json=self.json)
         return 0
 
@@ -214,7 +214,7 @@ def run_figures(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str,
 
     later = records[min(WARM_UP, len(records) - 1) :]
     medians = {name: median(record[name] for record in later) for name in ("dt", "tps") if name in later[0]}
-    known = [record["mfu"] for record in later if record.get("mfu") is not None]
+    mfus = [record["mfu"] for record in later if record.get("mfu") is not None]
     return {
         "folder": str(run.folder),
         "strategy": run.strategy,
@@ -224,7 +224,7 @@ def run_figures(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str,
         "loss": records[-1]["loss"],
         "validation_loss": run.validation_loss,
         **medians,
-        "mfu": median(known) if known else None,
+        "mfu": median(mfus) if mfus else None,
         "memory": max((record["memory_max"] for record in records if "memory_max" in record), default=None),
     }
 
@@ -255,7 +255,7 @@ def as_json(
         "clock_bound": measured.bound,
         "ranks": [
             {
-                **{name: _pair(each) if isinstance(each, Pair) else each for name, each in vars(row).items()},
+                **{name: _pair(value) if isinstance(value, Pair) else value for name, value in vars(row).items()},
                 "memory_by_category": measured.live[row.rank],
                 "memory_at_any_moment": measured.peaks[row.rank] or None,
             }
@@ -271,13 +271,13 @@ def as_json(
 
 
 def comparison_report(
-    comparison: Comparison, title: str, data: Mapping[str, Any], written: Sequence[Path] = ()
+    comparison: Comparison, title: str, data: Mapping[str, Any], files: Sequence[Path] = ()
 ) -> Report:
     """Return a report of the step, the ranks and their ops.
 
     Args:
         data: all figures, from `as_json`.
-        written: files that were written.
+        files: files that were written.
     """
     report = Report(**data)
     report.line(Text(title, "bold cyan"), wrap=False)
@@ -294,22 +294,20 @@ def comparison_report(
     report.line(f"{NOTE}{'; ratio: predicted over measured' * predicted}", "dim")
     if len(comparison.ranks) > SHOWN_RANKS:
         report.line(Text(f"ranks 0-{SHOWN_RANKS - 1} of {len(comparison.ranks)}; --json has all", "dim"))
-    if written:
+    if files:
         report.line()
-    for path in written:
+    for path in files:
         report.draw(partial(print_path, label="written to", path=path))
     return report
 
 
-def runs_report(
-    runs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], written: Sequence[Path]
-) -> Report:
+def runs_report(runs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> Report:
     """Return a report of several runs: a row for each, and their losses at some of the steps that all runs recorded.
 
     Args:
         runs: figures of each run, from `run_figures`.
         steps: losses of all runs, from `common_steps`.
-        written: files that were written.
+        files: files that were written.
     """
     report = Report(steps=steps)
     columns: dict[str, Callable[[Any], str | Text]] = {
@@ -328,13 +326,13 @@ def runs_report(
     if not steps:
         report.line("no step is recorded in all of the runs")
     else:
-        shown = sorted({round(at * (len(steps) - 1) / (SHOWN_STEPS - 1)) for at in range(SHOWN_STEPS)})
-        losses = [[str(steps[at]["step"] + 1), *(_cell(loss, ".4f") for loss in steps[at]["loss"])] for at in shown]
+        indices = sorted({round(at * (len(steps) - 1) / (SHOWN_STEPS - 1)) for at in range(SHOWN_STEPS)})
+        losses = [[str(steps[at]["step"] + 1), *(_cell(loss, ".4f") for loss in steps[at]["loss"])] for at in indices]
         headings = ["loss of step", *map(str, range(1, len(runs) + 1))]
         report.table({name: itemgetter(at) for at, name in enumerate(headings)}, losses, words=0, folded=0)
         report.line()
         report.line("tokens/s, ms/step: medians of the recorded steps after the first 3", "dim")
-    for path in written:
+    for path in files:
         report.draw(partial(print_path, label="written to", path=path))
     return report
 
@@ -363,8 +361,8 @@ def _cell(figure: float | None, form: str, times: float = 1.0) -> str:
 
 def _add_how_to_predict(report: Report, ranks: int) -> None:
     report.line("there is no prediction, because this machine is not measured yet; to measure it, run", "yellow")
-    for what in ("collectives", "compute"):
-        report.line(Text(f"  shardlab bench {what} --ranks {ranks}", "bold"), wrap=False)
+    for kind in ("collectives", "compute"):
+        report.line(Text(f"  shardlab bench {kind} --ranks {ranks}", "bold"), wrap=False)
     report.line("or give another cluster, such as --cluster h100x8", "yellow")
 
 

@@ -331,23 +331,23 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
         commands = dict(map(get_args, get_args(union)))
         views = {command: help_view(subcommand.name, command) for command, subcommand in commands.items()}
         choices = tuple(Annotated[views[command], subcommand] for command, subcommand in commands.items())
-        (what,) = [each for each in fields(kind) if each.name == "what"]
-        default = field() if what.default_factory is MISSING else field(default_factory=views[what.default_factory])
+        (member,) = [option for option in fields(kind) if option.name == "what"]
+        default = field() if member.default_factory is MISSING else field(default_factory=views[member.default_factory])
         return _dataclass_like(kind, [("what", Annotated[(Union[choices], *about)], default)])  # noqa: UP007
     options = list(_options(kind))
     positional = [option for option in options if option.is_positional]
-    named = {option.name: option for option in options if not option.is_positional}
-    if len(named) <= ONE_LIST:
+    by_name = {option.name: option for option in options if not option.is_positional}
+    if len(by_name) <= ONE_LIST:
         return _dataclass_like(kind, [_field(option) for option in options])
-    first = [named.pop(each) for each in help_tables()["most_used"][name].split()]
-    ungrouped = [option for option in named.values() if option.group is None]
-    shown = [_field(option) for option in [*positional, *first, *ungrouped]]
+    first = [by_name.pop(word) for word in help_tables()["most_used"][name].split()]
+    ungrouped = [option for option in by_name.values() if option.group is None]
+    entries = [_field(option) for option in [*positional, *first, *ungrouped]]
     for group in help_tables()["groups"]:
-        members = [_field(option) for option in named.values() if option.group == group]
+        members = [_field(option) for option in by_name.values() if option.group == group]
         if members:
             nested = make_dataclass(group, members, kw_only=True)
-            shown.append((f"{group}_group", Annotated[nested, tyro.conf.arg(name=group, help="")], field()))
-    return _dataclass_like(kind, shown)
+            entries.append((f"{group}_group", Annotated[nested, tyro.conf.arg(name=group, help="")], field()))
+    return _dataclass_like(kind, entries)
 
 
 @contextlib.contextmanager
@@ -372,8 +372,8 @@ UNFIT_WORD = r"(?:no type matching .* from \[|could not convert string to float:
 def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
     """Return a sentence about an error that tyro found in a command line."""
     match event:
-        case parse_errors.InvalidChoice(argument=option, value=given, choices=choices):
-            return f"{option.display_name()} is {given!r}; {suggest_name(given, sorted({*choices} - {'None'}))}"
+        case parse_errors.InvalidChoice(argument=option, value=word, choices=choices):
+            return f"{option.display_name()} is {word!r}; {suggest_name(word, sorted({*choices} - {'None'}))}"
         case parse_errors.InstantiationFailure(argument=option, message=message) if option is not None:
             name = option.display_name()
             if unfit := re.match(UNFIT_WORD, message):
@@ -381,8 +381,8 @@ def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
             text = f"{name}: {message.rstrip('.')}"
         case parse_errors.MissingArgs(missing_arguments=missing):
             names = [
-                f"{'' if each.arg.is_positional() else each.arg.display_name()} {each.arg.lowered.metavar}"
-                for each in missing
+                f"{'' if argument.arg.is_positional() else argument.arg.display_name()} {argument.arg.lowered.metavar}"
+                for argument in missing
             ]
             text = (
                 f"missing from {event.prog} {missing[0].source_parser.prog_suffix}: {', '.join(map(str.strip, names))}"
@@ -428,7 +428,7 @@ def unknown_command(word: str, commands: Collection[str], program: str) -> UserE
         program: `shardlab`, or the command of which these are the subcommands.
     """
     peers = help_tables().get(f"peer commands of {program}", {})
-    meaning = next((each for each, names in peers.items() if word.lower().replace("_", "-") in names.split()), None)
+    meaning = next((key for key, names in peers.items() if word.lower().replace("_", "-") in names.split()), None)
     close = meaning or closest_name(word, commands)
     lists = f"{program} --help lists all commands"
     return UserError(f"there is no command {word!r}; " + (f"did you mean {close}? ({lists})" if close else lists))
@@ -436,8 +436,8 @@ def unknown_command(word: str, commands: Collection[str], program: str) -> UserE
 
 def subcommand_names(kind: type[Any]) -> list[str]:
     """List the names of a command's subcommands."""
-    what = get_type_hints(kind, include_extras=True).get("what")
-    return [] if what is None else [get_args(each)[1].name for each in get_args(get_args(what)[0])]
+    hint = get_type_hints(kind, include_extras=True).get("what")
+    return [] if hint is None else [get_args(subcommand)[1].name for subcommand in get_args(get_args(hint)[0])]
 
 
 def unreadable_python(error: BaseException) -> str | None:
@@ -511,25 +511,25 @@ def _is_denied(path: Path) -> bool:
 def _options(kind: type[Any]) -> Iterator[Option]:
     """List the options of a command, without `--no-x`, which the help of `--x` mentions."""
     hints, helps = get_type_hints(kind, include_extras=True), dict[str, str]()
-    for each in kind.__mro__:
-        if each.__module__.startswith("shardlab."):
-            helps = field_helps(each) | helps
-    names = [each.name for each in fields(kind)]
+    for base in kind.__mro__:
+        if base.__module__.startswith("shardlab."):
+            helps = field_helps(base) | helps
+    names = [option.name for option in fields(kind)]
     opposites = {f"no_{name}" for name in names}
-    for each in fields(kind):
-        hint = hints[each.name]
+    for option in fields(kind):
+        hint = hints[option.name]
         about = get_args(hint)[1:]
-        if is_dataclass(each.default):
-            yield from _options(type(each.default))
-        elif tyro.conf.Suppress not in about and each.name not in opposites:
+        if is_dataclass(option.default):
+            yield from _options(type(option.default))
+        elif tyro.conf.Suppress not in about and option.name not in opposites:
             extra = dict[str, Any]()
-            if each.name in helps:
-                extra["help"] = helps[each.name]
+            if option.name in helps:
+                extra["help"] = helps[option.name]
             if tyro.conf.FlagCreatePairsOff in about:
-                off = f"no_{each.name}"
+                off = f"no_{option.name}"
                 extra["help_behavior_hint"] = f"(--{off.replace('_', '-')} turns it off)" if off in names else ""
-            shown = Annotated[(hint, tyro.conf.arg(prefix_name=False, **extra))]
-            yield Option(each.name, shown, each.default, _group(kind, each.name))
+            annotation = Annotated[(hint, tyro.conf.arg(prefix_name=False, **extra))]
+            yield Option(option.name, annotation, option.default, _group(kind, option.name))
 
 
 def _group(kind: type[Any], name: str) -> str | None:
@@ -547,9 +547,9 @@ def _field(option: Option) -> tuple[str, Any, Any]:
     return option.name, option.kind, field() if option.default is MISSING else field(default=option.default)
 
 
-def _dataclass_like(kind: type[Any], shown: list[tuple[str, Any, Any]]) -> type[Any]:
-    """Make a dataclass with the fields `shown`, and with the name and the docstring of `kind`."""
-    return make_dataclass(kind.__name__, shown, kw_only=True, namespace={"__doc__": kind.__doc__})
+def _dataclass_like(kind: type[Any], members: list[tuple[str, Any, Any]]) -> type[Any]:
+    """Make a dataclass with the fields `members`, and with the name and the docstring of `kind`."""
+    return make_dataclass(kind.__name__, members, kw_only=True, namespace={"__doc__": kind.__doc__})
 
 
 def _first_paragraph(kind: type[Any]) -> str:

@@ -67,30 +67,30 @@ class Convert:
         if self.settings is not None and form != "shardlab":
             raise UserError(f"--settings is for a run, and --to {form} writes none; leave out one of them")
         tokenizer = find_tokenizer(source.folder) if form != "shardlab" else None
-        beside = {} if tokenizer is None else tokenizer.files() | export_tokenizer(tokenizer)
+        tokenizer_files = {} if tokenizer is None else tokenizer.files() | export_tokenizer(tokenizer)
         special: dict[str, int] = {}
         if tokenizer is not None and tokenizer.end is not None:
             special["eos_token_id"] = tokenizer.end
         if tokenizer is not None and tokenizer.begin:
             special["bos_token_id"] = tokenizer.begin[0]
-        done = convert_weights(
+        result = convert_weights(
             source,
             self.out,
             form,
             shard_bytes=self.shard_mb * 10**6,
-            extra_files=beside,
+            extra_files=tokenizer_files,
             special=special,
             follow=_show_progress,
             settings=None if self.settings is None else _with_settings(self.settings),
         )
-        report = Report(**asdict(done))
-        report.fact("model", f"{done.model}, {done.parameters:,} parameters in {counted(done.tensors, 'tensor')}")
-        report.draw(partial(print_path, label="folder", path=Path(done.folder)))
-        report.fact("files", ", ".join(done.files))
-        if done.left_out:
-            more = "; --settings also converts the state of AdamW" if "optimizer" in done.left_out else ""
-            why = f"only weights are converted{more}" if self.settings is None else "those of the settings are used"
-            report.fact("left out", f"{', '.join(done.left_out)}: {why}")
+        report = Report(**asdict(result))
+        report.fact("model", f"{result.model}, {result.parameters:,} parameters in {counted(result.tensors, 'tensor')}")
+        report.draw(partial(print_path, label="folder", path=Path(result.folder)))
+        report.fact("files", ", ".join(result.files))
+        if result.left_out:
+            note = "; --settings also converts the state of AdamW" if "optimizer" in result.left_out else ""
+            reason = f"only weights are converted{note}" if self.settings is None else "those of the settings are used"
+            report.fact("left out", f"{', '.join(result.left_out)}: {reason}")
         report.show(json=self.json)
         return 0
 

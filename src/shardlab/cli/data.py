@@ -64,7 +64,7 @@ class Preparing:
         Args:
             sources: names of the sources for the manifest (None: those of `inputs`).
         """
-        with progress_of(sum(each.size for each in inputs)) as progress:
+        with progress_of(sum(source.size for source in inputs)) as progress:
             data = prepare(inputs, out, tokenizer, self.train_bpe, self.validation, progress, sources)
         show(data, json=self.json)
         return 0
@@ -168,8 +168,8 @@ def show(data: PreparedFolder, *, json: bool, verified: bool = False) -> None:
     """
     manifest = data.manifest
     report = Report(folder=str(data.folder), sha256=data.sha256, **asdict(manifest))
-    more = f" and {len(manifest.sources) - 3} more" if manifest.sources[3:] else ""
-    report.fact("from", ", ".join(manifest.sources[:3]) + more)
+    others = f" and {len(manifest.sources) - 3} more" if manifest.sources[3:] else ""
+    report.fact("from", ", ".join(manifest.sources[:3]) + others)
     end = "" if manifest.end is None else f"; token {manifest.end:,} ends a document"
     report.fact("tokenizer", f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens{end}")
     report.fact("training", _count(manifest.training), style="bold")
@@ -203,10 +203,10 @@ def documents_of(path: Path, function: str) -> Documents:
             iterator: Iterator[Document] = iter(cast(Any, generator)())
         while True:
             with reporting_errors_of(path):  # output printed by the user's function goes to stderr
-                each = next(iterator, None)
-            if each is None:
+                document = next(iterator, None)
+            if document is None:
                 return
-            yield each
+            yield document
 
     return Documents(documents, f"{path}:{function}")
 
@@ -226,12 +226,12 @@ def progress_of(total: int) -> Generator[Progress]:
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total or None)
 
-        def progress(doing: str, done: int) -> None:
+        def progress(pass_name: str, finished_bytes: int) -> None:
             nonlocal printed
-            bar.update(task, description=doing, completed=done)
-            tenth = PROGRESS_LINES * done // max(1, total)
-            if not console.is_terminal and (doing, tenth) != printed and tenth and total > QUIET:
-                printed = doing, tenth
-                print(f"{doing}: {done:,} of {total:,} bytes", file=sys.stderr, flush=True)
+            bar.update(task, description=pass_name, completed=finished_bytes)
+            tenth = PROGRESS_LINES * finished_bytes // max(1, total)
+            if not console.is_terminal and (pass_name, tenth) != printed and tenth and total > QUIET:
+                printed = pass_name, tenth
+                print(f"{pass_name}: {finished_bytes:,} of {total:,} bytes", file=sys.stderr, flush=True)
 
         yield progress

@@ -77,15 +77,15 @@ class Doctor:
         try:
             place = find_launch_environment(os.environ)
             launched = place is not None and place.world > 1
-            here = (place.local_rank, place.local_world) if place is not None and launched else (None, None)
+            local = (place.local_rank, place.local_world) if place is not None and launched else (None, None)
             ranks = launched_ranks(self.ranks or gpu_count() or 2)
             limit = start_limit(self.timeout)
             joining = Rendezvous(timeout=limit, start=limit)
-            world = run_ranks(ranks, examine_world, *here, joining=joining)
+            world = run_ranks(ranks, examine_world, *local, joining=joining)
         except Exception as error:  # torch raises many types for network errors
             first = place.rank if place is not None and launched else 0
-            what = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            network = Finding("network", f"rank {first} did not connect to the others: {what}", remedy, "error")
+            message = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            network = Finding("network", f"rank {first} did not connect to the others: {message}", remedy, "error")
             return [*check_host(host_facts(first, (place and place.local_world) or 1, write=True)), network], None
         return (None, None) if world is None else (list(check_world(world)), world)
 
@@ -134,17 +134,17 @@ class SmokeTest:
             return 0
         seconds, failures = time.monotonic() - began, result.failures()
         report = Report(**asdict(result), ranks=ranks, seconds=seconds, failures=failures, ok=not failures)
-        for each in result.trained:
-            far = f"{max(each.verdict.all):.1e} from one device; "
-            twins = "the ranks are in sync" if not each.unequal else "the ranks differ"
-            report.fact(each.strategy, far + twins, style="" if each.ok else "red")
+        for trial in result.trained:
+            error = f"{max(trial.verdict.all):.1e} from one device; "
+            sync = "the ranks are in sync" if not trial.unequal else "the ranks differ"
+            report.fact(trial.strategy, error + sync, style="" if trial.ok else "red")
         if (point := result.all_reduce) is not None:
             report.fact("all-reduce", f"{point.bus_bandwidth / 1e9:.2f} GB/s on the bus, of 8 MiB")
         for link in result.links:
             figures = f"latency {1e6 * link.latency:,.0f} us, {link.bandwidth / 1e9:.2f} GB/s"
             report.fact("messages", f"rank {link.first} to {link.second}: {figures}")
-        ended, style = ("failed", "red") if failures else ("passed", "green")
-        report.line(f"\n{ended} on {counted(ranks, 'rank')} in {seconds:.1f} s", style)
+        outcome, style = ("failed", "red") if failures else ("passed", "green")
+        report.line(f"\n{outcome} on {counted(ranks, 'rank')} in {seconds:.1f} s", style)
         report.show(json=self.json)
         for failure in failures:
             print(f"shardlab: {failure}", file=sys.stderr)

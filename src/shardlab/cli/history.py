@@ -87,8 +87,8 @@ class Show:
         if self.folder is None:
             raise UserError("no run is given; give its folder, such as: shardlab show runs/fsdp-1")
         run = read_run(self.folder)
-        written = (self.folder / CONFIG).is_file()
-        config: dict[str, Any] = read_file(self.folder / CONFIG, "TOML") if written else {}
+        has_config = (self.folder / CONFIG).is_file()
+        config: dict[str, Any] = read_file(self.folder / CONFIG, "TOML") if has_config else {}
         files = {str(path.relative_to(self.folder)): path.stat().st_size for path in _files(self.folder)}
         report = Report(**run.as_dict(), config=config, files=files)
         table = table_of("section", "field", "value", words=3)
@@ -113,12 +113,12 @@ class Show:
 
 def _table(runs: Sequence[PastRun], columns: Sequence[str]) -> Table:
     """Return a table with a row for each run, and the given columns in reading order."""
-    shown = [name for name in ORDER if name in columns]
-    words = sum(name in WORD_COLUMNS for name in shown)
-    table = table_of(*shown, words=words)
+    names = [name for name in ORDER if name in columns]
+    words = sum(name in WORD_COLUMNS for name in names)
+    table = table_of(*names, words=words)
     for run in runs:
         cells = _cells(run)
-        table.add_row(*(cells[name] for name in shown))
+        table.add_row(*(cells[name] for name in names))
     return table
 
 

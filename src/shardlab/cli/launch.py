@@ -81,9 +81,9 @@ class Launch:
         return become(place, command, bound=self.bind)
 
     def _report_launcher(self, place: LaunchEnvironment) -> None:
-        where = f"{socket.gethostname()} has {place.local_world or 'some'} of {counted(place.world, 'rank')}"
+        place_text = f"{socket.gethostname()} has {place.local_world or 'some'} of {counted(place.world, 'rank')}"
         bound = ", each on CPUs of its own" if self.bind else ""
-        print(f"shardlab: {where}, started by {launcher_of(os.environ)}{bound}", file=sys.stderr, flush=True)
+        print(f"shardlab: {place_text}, started by {launcher_of(os.environ)}{bound}", file=sys.stderr, flush=True)
 
     def _start(self, command: list[str]) -> int:
         from shardlab.cli.bench.command import default_ranks
@@ -91,29 +91,29 @@ class Launch:
 
         cpus = usable_cpus()
         ranks = self.ranks or default_ranks()
-        each = divide_cpus(cpus, ranks) if self.bind else [cpus] * ranks
+        cpu_sets = divide_cpus(cpus, ranks) if self.bind else [cpus] * ranks
         threads = os.environ.get("OMP_NUM_THREADS")
         table = table_of("rank", "cpus", "threads", words=0)
-        for rank, own in enumerate(each):
-            table.add_row(str(rank), as_ranges(own), threads or str(max(1, len(cpus) // ranks)))
+        for rank, cpu_set in enumerate(cpu_sets):
+            table.add_row(str(rank), as_ranges(cpu_set), threads or str(max(1, len(cpus) // ranks)))
         Console(file=sys.stderr, highlight=False).print(table)
         sys.stdout.flush()
 
         from shardlab.train.launch.commands import LAST_LINES, run_command
         from shardlab.train.launch.processes import how_ended
 
-        ending = run_command(command, ranks, bound=self.bind, restarts=self.max_restarts)
-        if ending.rank is not None and not ending.signal:
-            if ending.output:
-                print(f"\nshardlab: last lines of rank {ending.rank} (at most {LAST_LINES}):", file=sys.stderr)
-                print(ending.output, file=sys.stderr)
-            print(f"shardlab: rank {ending.rank} {how_ended(ending.code)}, so all ranks were stopped", file=sys.stderr)
-        if ending.signal:
+        result = run_command(command, ranks, bound=self.bind, restarts=self.max_restarts)
+        if result.rank is not None and not result.signal:
+            if result.output:
+                print(f"\nshardlab: last lines of rank {result.rank} (at most {LAST_LINES}):", file=sys.stderr)
+                print(result.output, file=sys.stderr)
+            print(f"shardlab: rank {result.rank} {how_ended(result.code)}, so all ranks were stopped", file=sys.stderr)
+        if result.signal:
             print(
-                f"shardlab: interrupted ({signal.Signals(ending.signal).name}); all ranks have ended", file=sys.stderr
+                f"shardlab: interrupted ({signal.Signals(result.signal).name}); all ranks have ended", file=sys.stderr
             )
-            return 0 if ending.rank is None else INTERRUPTED
-        return ending.code if ending.code >= 0 else 128 - ending.code
+            return 0 if result.rank is None else INTERRUPTED
+        return result.code if result.code >= 0 else 128 - result.code
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,13 @@ class Submit:
     def run(self) -> int:
         if not self.command or self.command[0] not in COMMANDS:
             name = self.command[0] if self.command else ""
-            meant = closest_name(name, COMMANDS)
-            what = f"{name!r} does not run under a launcher" if name else "there is no command"
+            guess = closest_name(name, COMMANDS)
+            error = f"{name!r} does not run under a launcher" if name else "there is no command"
             raise UserError(
-                f"{what}; {f'did you mean {meant}?' if meant else 'give one after --, such as: -- train --steps 1000'}"
+                f"{error}; {f'did you mean {guess}?' if guess else 'give one after --, such as: -- train --steps 1000'}"
             )
-        there: list[Scheduler] = [name for name, program in SUBMIT.items() if shutil.which(program)]
-        scheduler = self.scheduler or next(iter(there), None)
+        schedulers: list[Scheduler] = [name for name, program in SUBMIT.items() if shutil.which(program)]
+        scheduler = self.scheduler or next(iter(schedulers), None)
         if scheduler is None:
             raise UserError(
                 "neither sbatch nor qsub is installed here; submit on a host that has one, or give --scheduler "

@@ -109,13 +109,13 @@ class Clusters:
     """Print only JSON."""
 
     def run(self) -> int:
-        console, shown = stdout_console(), hardware_tables() if self.name is None else hardware_of(self.name)
+        console, hardware = stdout_console(), hardware_tables() if self.name is None else hardware_of(self.name)
         if self.json:
-            print_json(shown)
+            print_json(hardware)
         elif self.name is None:
-            print_hardware(shown, console)
+            print_hardware(hardware, console)
         else:
-            print_hardware_row(self.name, shown, console)
+            print_hardware_row(self.name, hardware, console)
         return 0
 
 
@@ -216,8 +216,8 @@ class Sent:
     def __str__(self) -> str:
         sizes = [f"{size:.4g} {unit}" for size, unit in ((self.weights, "W"), (self.activations, "A")) if size]
         times = [
-            f"{number} {what}{'s' * (number > 1)}"
-            for number, what in ((self.traffic.collectives, "collective"), (self.traffic.messages, "message"))
+            f"{number} {noun}{'s' * (number > 1)}"
+            for number, noun in ((self.traffic.collectives, "collective"), (self.traffic.messages, "message"))
             if number
         ]
         return f"{' + '.join(sizes)} in {' and '.join(times)}" if times else "nothing"
@@ -227,19 +227,19 @@ def sent_by(entry: StrategyEntry) -> Sent:
     """Count the traffic of a strategy on its tapes, with elements of 4 bytes."""
     checked = check(trace(entry.program, entry.grid(entry.ranks), entry.puzzle(entry.ranks, LAYERS), MICROBATCHES))
     sizes = checked.program.sizes
-    most = max(traffic(checked), key=lambda each: each.bytes)
-    return Sent(most, most.weights / 4 / sum(sizes.weights), most.activations / 4 / sizes.activations[0])
+    largest = max(traffic(checked), key=lambda row: row.bytes)
+    return Sent(largest, largest.weights / 4 / sum(sizes.weights), largest.activations / 4 / sizes.activations[0])
 
 
 def sends_text(entry: StrategyEntry) -> str:
     """Return the formula of a rank's traffic, without multiplication signs, and the traffic counted by `sent_by`."""
-    sent = sent_by(entry)
-    return f"{entry.sends.replace(' * ', ' ')}: {sent}" if sent.traffic.bytes else str(sent)
+    volume = sent_by(entry)
+    return f"{entry.sends.replace(' * ', ' ')}: {volume}" if volume.traffic.bytes else str(volume)
 
 
 def strategy_as_json(entry: StrategyEntry) -> dict[str, Any]:
     """Return a strategy's row for --json."""
-    sent = sent_by(entry)
+    volume = sent_by(entry)
     return {
         "name": entry.name,
         "splits": entry.splits,
@@ -247,11 +247,11 @@ def strategy_as_json(entry: StrategyEntry) -> dict[str, Any]:
             "ranks": entry.ranks,
             "layers": LAYERS,
             "microbatches": MICROBATCHES,
-            "collectives": sent.traffic.collectives,
-            "messages": sent.traffic.messages,
-            "bytes": round(sent.traffic.bytes),
-            "weights": round(sent.weights, 9),
-            "activations": round(sent.activations, 9),
+            "collectives": volume.traffic.collectives,
+            "messages": volume.traffic.messages,
+            "bytes": round(volume.traffic.bytes),
+            "weights": round(volume.weights, 9),
+            "activations": round(volume.activations, 9),
             "formula": entry.sends,
         },
         "keeps": entry.memory,
@@ -303,7 +303,7 @@ def print_recipes(console: Console) -> None:
     table.add_column("source")
     for recipe in recipes().values():
         figures = recipe.figures.values()
-        counts = len(figures), sum(bool(each.fitted_to) for each in figures), sum(each.assumed for each in figures)
+        counts = len(figures), sum(bool(entry.fitted_to) for entry in figures), sum(entry.assumed for entry in figures)
         switches = " ".join(f"{name}={switch.default}" for name, switch in recipe.switches.items())
         about = Text.assemble(recipe.source, (f"\nswitches: {switches}" if switches else "", "cyan"))
         table.add_row(recipe.name, *map(str, counts), about)
@@ -347,12 +347,12 @@ def hardware_of(name: str) -> dict[str, Any]:
     Raises:
         UserError: if nothing has that name.
     """
-    known = ALIASES.get(name.lower(), name.lower())
-    if known in LINKS:
-        return link_as_json(LINKS[known])
-    if known in DEVICES:
-        return device_as_json(DEVICES[known]) | {"node": asdict(NODES[known])}
-    if not (name.endswith((".toml", ".json")) or re.fullmatch(r".+x\d+|local", known)):
+    key = ALIASES.get(name.lower(), name.lower())
+    if key in LINKS:
+        return link_as_json(LINKS[key])
+    if key in DEVICES:
+        return device_as_json(DEVICES[key]) | {"node": asdict(NODES[key])}
+    if not (name.endswith((".toml", ".json")) or re.fullmatch(r".+x\d+|local", key)):
         raise unknown_name("device, link or cluster", name, [*DEVICES, *LINKS], ", clusters such as h100x16, and files")
     cluster = find_cluster(name)
     return {
@@ -426,9 +426,9 @@ def print_hardware_row(name: str, row: Mapping[str, Any], console: Console) -> N
         )
         assumed = ", ".join(row["assumed"]) or "nothing"
         print_fact(console, "", f"{counted(row['nics'], 'NIC')} a node; assumed, as in a usual node: {assumed}")
-        for each in (row["device"], *row["links"].values()):
+        for part in (row["device"], *row["links"].values()):
             console.print()
-            print_hardware_row(each["name"], each, console)
+            print_hardware_row(part["name"], part, console)
         return
     print_fact(console, row["name"], _sheet(row) if "flops" in row else _link_text(row))
     print_fact(console, "", f"source: {row['source']}", style="dim")
@@ -456,7 +456,7 @@ def _sheet(device: Mapping[str, Any]) -> str:
 
 def _best_peak(flops: Mapping[str, float]) -> tuple[str, float]:
     """Return the FLOP/s of a device in bfloat16, or else in float16 or float32, with the name of the dtype."""
-    dtype = next(each for each in ("bfloat16", "float16", "float32") if each in flops)
+    dtype = next(candidate for candidate in ("bfloat16", "float16", "float32") if candidate in flops)
     return dtype, flops[dtype]
 
 
@@ -471,7 +471,7 @@ def as_text(value: Any) -> str:
     if isinstance(value, SavedActivations):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {as_text(each)}" for key, each in cast(Mapping[str, Any], value).items())
+        return ", ".join(f"{key} {as_text(item)}" for key, item in cast(Mapping[str, Any], value).items())
     if isinstance(value, tuple):
         return " and ".join(map(as_text, cast(tuple[float, ...], value)))
     if isinstance(value, bool):

@@ -163,14 +163,14 @@ class ModelOptions:
         return {name: value for name, value in options.items() if value is not None} | self.sizes.flag_values()
 
     def make(
-        self, layers: int, otherwise: str = "gpt", *, written: Mapping[str, Any] | None = None, **small: Any
+        self, layers: int, otherwise: str = "gpt", *, file_fields: Mapping[str, Any] | None = None, **small: Any
     ) -> Blocks:
         """Return the model that the options describe.
 
         Args:
             layers: default number of layers of an architecture that is named without sizes.
-            otherwise: model to use if neither the options nor `written` name one.
-            written: fields of a job file, which are dropped if the options name a model.
+            otherwise: model to use if neither the options nor `file_fields` name one.
+            file_fields: fields of a job file, which are dropped if the options name a model.
             small: further default sizes of such an architecture. Sizes of fields that it lacks are ignored.
 
         Raises:
@@ -179,7 +179,7 @@ class ModelOptions:
         from shardlab.models.named import unsized, with_written
 
         values = self.flag_values()
-        values = values if "model" in values else {**(written or {}), **values}
+        values = values if "model" in values else {**(file_fields or {}), **values}
         name = values.pop("model", otherwise)
         model = noted_model(name)
         free = unsized(name, model)
@@ -246,8 +246,8 @@ class SettingOptions:
         for section, kind in SECTIONS.items():
             types = field_types(kind)
             words = {
-                name: switch_value(self, name) if each.words is bool else getattr(self, name)
-                for name, each in types.items()
+                name: switch_value(self, name) if field_type.words is bool else getattr(self, name)
+                for name, field_type in types.items()
             }
             values[section] = {name: types[name].of_words(value) for name, value in words.items() if value is not None}
         return values
@@ -262,15 +262,15 @@ def _flags() -> Iterator[tuple[str, Any, Any]]:
     defaults = preset_source("default").sections
     for section, kind in SECTIONS.items():
         helps = field_helps(kind)
-        for name, written in field_types(kind).items():
+        for name, field_type in field_types(kind).items():
             default = defaults[section].get(name)
-            shown = " ".join(map(str, cast(tuple[Any, ...], default))) if isinstance(default, tuple) else default
-            hint = "" if shown is None else f"(default: {shown})"
-            about = tyro.conf.arg(metavar=written.metavar, help=helps[name], help_behavior_hint=hint)
-            if written.words is bool:
+            default_text = " ".join(map(str, cast(tuple[Any, ...], default))) if isinstance(default, tuple) else default
+            hint = "" if default_text is None else f"(default: {default_text})"
+            about = tyro.conf.arg(metavar=field_type.metavar, help=helps[name], help_behavior_hint=hint)
+            if field_type.words is bool:
                 yield from switch_flags(name, helps[name])
             else:
-                yield name, Annotated[OptionalCount if written is COUNT else written.words | None, about], None
+                yield name, Annotated[OptionalCount if field_type is COUNT else field_type.words | None, about], None
 
 
 setting_flags: Callable[..., SettingOptions] = make_dataclass(

@@ -192,7 +192,7 @@ class Pictures:
             with writing("--svg", self.svg):
                 unit = MILLISECONDS if in_seconds else UNIT_TIME
                 save_comparison(timelines, self.svg, f"{name}: one optimizer step", self.color_by, unit)
-        self.save_trace({each: (timeline, None) for each, timeline in timelines.items()})
+        self.save_trace({label: (timeline, None) for label, timeline in timelines.items()})
 
     def _draw(self, timeline: Timeline, path: Path, title: str) -> None:
         from shardlab.draw import save_timeline  # matplotlib takes longer to import than most simulations take
@@ -203,14 +203,14 @@ class Pictures:
             unit = "time (seconds)" if timeline.in_seconds else UNIT_TIME
             save_timeline(timeline, path, title, unit, self.color_by)
 
-    def save_trace(self, shown: Mapping[str, TimelineWithMemory]) -> None:
+    def save_trace(self, timelines: Mapping[str, TimelineWithMemory]) -> None:
         """Write timelines, by the names under which they are shown, for trace viewers, if --trace is given."""
         if self.trace is None:
             return
         from shardlab.draw.trace_events import save_trace_events
 
         with writing("--trace", self.trace):
-            save_trace_events(shown, self.trace)
+            save_trace_events(timelines, self.trace)
 
 
 def option_values(command: object) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def switch_value(options: object, name: str, opposite: str | None = None) -> boo
     opposite = opposite or f"no_{name}"
     on, off = getattr(options, name), getattr(options, opposite)
     if on and off:
-        flags = " and ".join(f"--{each.replace('_', '-')}" for each in (name, opposite))
+        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in (name, opposite))
         raise UserError(f"both {flags} were given; give one of them")
     return on if on or off else None
 
@@ -261,7 +261,7 @@ def costs_of(text: str) -> Prices:
     if text.strip() in NAMED_COSTS:
         return NAMED_COSTS[text.strip()]
     costs = dict.fromkeys(COST_NAMES, 0.0)
-    seen: set[str] = set()
+    used_names: set[str] = set()
     for part in text.split(","):
         name, equals, time = (word.strip() for word in part.partition("="))
         if not equals:
@@ -273,9 +273,9 @@ def costs_of(text: str) -> Prices:
             raise UserError("--costs: give backward_input and backward_weight; an unsplit backward costs their sum")
         if name not in costs:
             raise UserError(f"--costs: there is no cost {name!r}; give some of {', '.join(COST_NAMES)}")
-        if name in seen:
+        if name in used_names:
             raise UserError(f"--costs: {name} is given twice; give it once")
-        seen.add(name)
+        used_names.add(name)
         costs[name] = _parse_time(name, time)
     return Costs(**costs, link_latency=True)
 
@@ -304,9 +304,9 @@ def check_new_file(
     if not path.parent.is_dir():
         raise UserError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
     if path.is_file() and not force and not _is_replaceable(path, content):
-        whose = "not what Shardlab would write" if content is not None else "not one of Shardlab's"
+        origin = "not what Shardlab would write" if content is not None else "not one of Shardlab's"
         raise UserError(
-            f"{option} {path}: this file exists and is {whose}; give another name, or --force to replace it"
+            f"{option} {path}: this file exists and is {origin}; give another name, or --force to replace it"
         )
 
 
@@ -339,8 +339,8 @@ def sequences_of_step(tokens_per_step: str | None, global_batch: int | None, len
             raise UserError("both --tokens-per-step and --global-batch were given; give one of them")
         return global_batch
     if tokens_per_step is None:
-        most = MOST_TOKENS // length // devices * devices or 1 << ((MOST_TOKENS // length) | 1).bit_length() - 1
-        return min(16 * devices, most)
+        limit = MOST_TOKENS // length // devices * devices or 1 << ((MOST_TOKENS // length) | 1).bit_length() - 1
+        return min(16 * devices, limit)
     tokens = parse_tokens(tokens_per_step, "--tokens-per-step")
     sequences, rest = divmod(tokens, length)
     if rest or not sequences:

@@ -30,17 +30,17 @@ class PassesCommand:
         if self.json:
             print_json(
                 [
-                    {"name": each.name, "number": each.means, "tried": each.settings, "does": each.does}
-                    for each in PASSES.values()
+                    {"name": entry.name, "number": entry.means, "tried": entry.settings, "does": entry.does}
+                    for entry in PASSES.values()
                 ]
             )
             return 0
         console = stdout_console()
         table = table_of("pass", "its number", "tried", words=3)
         table.add_column("what it does")
-        for each in PASSES.values():
-            tried = ", ".join(map(str, each.settings)) if each.means else ""
-            table.add_row(each.name, "" if each.name == OFFLOAD else each.means, tried, each.does)
+        for entry in PASSES.values():
+            numbers = ", ".join(map(str, entry.settings)) if entry.means else ""
+            table.add_row(entry.name, "" if entry.name == OFFLOAD else entry.means, numbers, entry.does)
         console.print(table, "")
         print_fact(console, "all of them", "shardlab simulate NAME --passes all")
         print_fact(console, "some", "--passes prefetch,bucket=4")
@@ -49,53 +49,55 @@ class PassesCommand:
         return 0
 
 
-def add_passes(report: Report, passed: Sequence[PassResult], time_text: Callable[[float], str]) -> None:
+def add_passes(report: Report, results: Sequence[PassResult], time_text: Callable[[float], str]) -> None:
     """Add to a report the end of the step and the peak memory, before the first pass and after each pass.
 
     The JSON field `settled` is a value of --passes that gives the same program with any prices.
 
     Args:
-        passed: program as written, and after each pass. If it is empty, nothing is added.
+        results: program as written, and after each pass. If it is empty, nothing is added.
         time_text: function that formats a time.
     """
-    if not passed:
+    if not results:
         return
-    report.data |= {"passes": [_pass_as_json(*pair) for pair in pairwise(passed)], "settled": helpful_names(passed)}
+    report.data |= {"passes": [_pass_as_json(*pair) for pair in pairwise(results)], "settled": helpful_names(results)}
     table = table_of("pass", "step ends", "peak memory")
     table.add_column("what it does")
-    for each in passed:
-        figures = time_text(each.end), bytes_text(each.peak)
-        if not each.name:
+    for result in results:
+        figures = time_text(result.end), bytes_text(result.peak)
+        if not result.name:
             table.add_row("as written", *figures, "")
         else:
-            what = Text(PASSES[each.name].does) if each.setting else Text(f"nothing: {each.why_not}", "dim")
-            table.add_row(helpful_names([each]) if each.setting else each.name, *figures, what)
+            effect = Text(PASSES[result.name].does) if result.setting else Text(f"nothing: {result.why_not}", "dim")
+            table.add_row(helpful_names([result]) if result.setting else result.name, *figures, effect)
     report.draw(lambda console: console.print(table, ""))
-    if useless := useless_offload(passed):
+    if useless := useless_offload(results):
         report.fact("warning", useless, style="yellow")
         report.line()
 
 
-def useless_offload(passed: Sequence[PassResult]) -> str:
+def useless_offload(results: Sequence[PassResult]) -> str:
     """Return a warning if offloading does not lower the peak memory ("": it does, or nothing is offloaded)."""
-    for before, after in pairwise(passed):
-        if after.name == OFFLOAD and after.setting and after.peak >= before.peak:
+    for previous, result in pairwise(results):
+        if result.name == OFFLOAD and result.setting and result.peak >= previous.peak:
             return (
-                f"offloading {after.setting} does not lower the peak: the fullest rank holds "
-                f"{bytes_text(after.peak)} on its device with it and {bytes_text(before.peak)} without it, "
+                f"offloading {result.setting} does not lower the peak: the fullest rank holds "
+                f"{bytes_text(result.peak)} on its device with it and {bytes_text(previous.peak)} without it, "
                 "because other tensors take its place"
             )
     return ""
 
 
-def _pass_as_json(before: PassResult, after: PassResult) -> dict[str, Any]:
+def _pass_as_json(previous: PassResult, result: PassResult) -> dict[str, Any]:
     return {
-        "pass": after.name,
-        "does": PASSES[after.name].does,
-        "number": str(after.setting) if isinstance(after.setting, EarlyStart | OffloadTargets) else after.setting or 0,
-        "why_not": after.why_not,
-        "end": float(f"{after.end:.9g}"),
-        "end_before": float(f"{before.end:.9g}"),
-        "peak_bytes": after.peak,
-        "peak_bytes_before": before.peak,
+        "pass": result.name,
+        "does": PASSES[result.name].does,
+        "number": str(result.setting)
+        if isinstance(result.setting, EarlyStart | OffloadTargets)
+        else result.setting or 0,
+        "why_not": result.why_not,
+        "end": float(f"{result.end:.9g}"),
+        "end_before": float(f"{previous.end:.9g}"),
+        "peak_bytes": result.peak,
+        "peak_bytes_before": previous.peak,
     }

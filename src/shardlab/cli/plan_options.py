@@ -86,16 +86,16 @@ class PlanOptions:
         Raises:
             UserError: if flags contradict each other.
         """
-        every: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, each in field_types(Plan).items():
-            if each.words is bool:
-                every[name] = switch_value(self, name)
-                del every[f"no_{name}"]
-        if words := every.pop("offload"):
-            if "offload=" in (every["passes"] or ""):
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, field_type in field_types(Plan).items():
+            if field_type.words is bool:
+                values[name] = switch_value(self, name)
+                del values[f"no_{name}"]
+        if words := values.pop("offload"):
+            if "offload=" in (values["passes"] or ""):
                 raise UserError("both --offload and --passes offload=... are given; give one of them")
-            every["passes"] = with_offload(every["passes"], words)
-        return {field: value for field, value in every.items() if value is not None}
+            values["passes"] = with_offload(values["passes"], words)
+        return {field: value for field, value in values.items() if value is not None}
 
     def values(self) -> dict[str, Any]:
         """Return the values that flags give: sizes of mesh axes, and fields of a plan."""
@@ -167,8 +167,8 @@ class PlanOptions:
         plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changed)
         if follows and ranks is not None:
             plan = plan.on(ranks)
-        idle = [(name, why) for name, why in plan.without_effect().items() if name in changed]
-        print_notes(tuple(f"--{name.replace('_', '-')} {why}" for name, why in idle))
+        idle = [(name, reason) for name, reason in plan.without_effect().items() if name in changed]
+        print_notes(tuple(f"--{name.replace('_', '-')} {reason}" for name, reason in idle))
         if ranks not in (None, plan.mesh.world):
             raise UserError(
                 f"the plan's mesh {plan.mesh} does not fit on {counted(ranks, 'rank')}; leave out --ranks or change "
@@ -306,12 +306,12 @@ def _flags() -> Iterator[tuple[str, Any, Any]]:
     """Yield the name of each flag, its type for tyro, and its default."""
     types = dict.fromkeys(AXES, COUNT) | field_types(Plan)
     helps = field_helps(Mesh) | field_helps(Plan)
-    for name, written in types.items():
-        about = tyro.conf.arg(metavar=written.metavar or None, help=helps[name], help_behavior_hint="")
-        if written.words is bool:
+    for name, field_type in types.items():
+        about = tyro.conf.arg(metavar=field_type.metavar or None, help=helps[name], help_behavior_hint="")
+        if field_type.words is bool:
             yield from switch_flags(name, helps[name])
         else:
-            yield name, Annotated[OptionalCount if written.words is int else written.words | None, about], None
+            yield name, Annotated[OptionalCount if field_type.words is int else field_type.words | None, about], None
 
 
 plan_flags: Callable[..., PlanOptions] = make_dataclass("PlanFlags", _flags(), bases=(PlanOptions,), frozen=True)
@@ -357,7 +357,7 @@ def _base_plan(name: str | None, path: Path | None, ranks: int | None) -> Plan:
         return Plan(Mesh(dp_shard=ranks or 1))
     entry = load(name)
     if entry.plan is None:
-        plans = ", ".join(known for known, row in STRATEGIES.items() if row.plan is not None)
+        plans = ", ".join(plan_name for plan_name, row in STRATEGIES.items() if row.plan is not None)
         raise UserError(
             f"{name} is a program, which flags cannot change; leave out the name, or start from one of {plans}"
         )

@@ -163,8 +163,8 @@ class Sample:
             print(flush=True)
             if conversation.dropped > reported:
                 reported = conversation.dropped
-                seen = f"the model sees {conversation.model.seq_len:,} tokens"
-                print(f"{counted(reported, 'turn')} dropped from the beginning: {seen}", file=sys.stderr)
+                reason = f"the model sees {conversation.model.seq_len:,} tokens"
+                print(f"{counted(reported, 'turn')} dropped from the beginning: {reason}", file=sys.stderr)
 
 
 def _record_times(tokens: Iterator[int], times: list[float]) -> Iterator[int]:

@@ -270,8 +270,8 @@ class StepRequest:
     def _default_ranks(self) -> int | None:
         """Return the size of the cluster, or None if the strategy or the flags determine the number of ranks."""
         name, _, plan, _ = plan_settings([self.file]) if self.strategy is None else (self.strategy, None, None, None)
-        named = self.layout.names_mesh or self.layout.plan is not None or plan is not None
-        return None if named or (name is not None and load(name).ranks == 1) else self.found_cluster.size
+        fixes_ranks = self.layout.names_mesh or self.layout.plan is not None or plan is not None
+        return None if fixes_ranks or (name is not None and load(name).ranks == 1) else self.found_cluster.size
 
     def _as_recipe_does(self, entry: StrategyEntry, ranks: int) -> StrategyEntry:
         flags, defaults, can = self.layout.flag_values(), self.found_recipe.defaults, self.found_recipe.can_run
@@ -291,8 +291,8 @@ class StepRequest:
             changed["shard_optimizer"] = axes
             changed["shard_gradients"] = axes if zero == 2 or (zero == 3 and not whole) else ()
             changed["shard_parameters"] = axes if zero == 3 else ()
-            if zero == 3 and "reshard_after" not in flags and (ways := can.reshards(mesh.pp)):
-                changed["reshard_after"] = ways[0]
+            if zero == 3 and "reshard_after" not in flags and (choices := can.reshards(mesh.pp)):
+                changed["reshard_after"] = choices[0]
         changed = {name: value for name, value in changed.items() if value != getattr(plan, name)}
         return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
 

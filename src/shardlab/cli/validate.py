@@ -99,7 +99,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 def _by_count(memory: DeviceMemory) -> dict[str, float]:
     """Return a GPU's predicted memory in GiB by the way of measuring it: allocated, reserved, nvidia-smi."""
     bytes = {"allocated": memory.allocated, "reserved": memory.logged, "nvidia-smi": memory.total}
-    return {name: each / GIB for name, each in bytes.items()}
+    return {name: size / GIB for name, size in bytes.items()}
 
 
 def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
@@ -117,7 +117,7 @@ def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
             _add_worst(report, figure, worst)
     report.line(f"{NOTE}\n", "dim")
     _add_memory_verdicts(report, outcomes)
-    if runs := group_assumptions((each.id, each.assumed) for each in outcomes):
+    if runs := group_assumptions((outcome.id, outcome.assumed) for outcome in outcomes):
         count = sum(bool(outcome.assumed) for outcome in outcomes)
         if assumed:
             report.line("Assumptions about details that runs do not state:")
@@ -125,36 +125,36 @@ def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
         else:
             report.line(f"{count} of {len(outcomes)} runs do not state all details; --assumed lists the assumptions.")
         report.line()
-    if left := [outcome for outcome in outcomes if outcome.prediction is None]:
-        report.line(f"{len(left)} of {len(outcomes)} runs are not predicted:")
-        for outcome in left:
+    if unpredicted := [outcome for outcome in outcomes if outcome.prediction is None]:
+        report.line(f"{len(unpredicted)} of {len(outcomes)} runs are not predicted:")
+        for outcome in unpredicted:
             report.line(Text(f"  {outcome.id}: {outcome.reason}"), wrap=False)
     return report
 
 
 def _add_memory_verdicts(report: Report, outcomes: Sequence[Outcome]) -> None:
     """Add how many out-of-memory runs are predicted not to fit, and the runs for which the prediction is wrong."""
-    ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
+    oom_runs = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
     wrong = wrong_fits(outcomes)
-    if ended:
-        foreseen = len(ended) - sum(outcome in wrong for outcome in ended)
-        report.line(f"{foreseen} of {len(ended)} runs that ran out of memory are predicted not to fit.")
+    if oom_runs:
+        right_count = len(oom_runs) - sum(outcome in wrong for outcome in oom_runs)
+        report.line(f"{right_count} of {len(oom_runs)} runs that ran out of memory are predicted not to fit.")
     for verdict, out in (("to fit but ran out of memory", True), ("not to fit but ran", False)):
-        such = [outcome for outcome in wrong if outcome.measured.out_of_memory is out]
-        if such:
+        wrong_runs = [outcome for outcome in wrong if outcome.measured.out_of_memory is out]
+        if wrong_runs:
             report.line(f"Said {verdict}:")
-        for outcome in such:
+        for outcome in wrong_runs:
             assert outcome.prediction is not None
             report.line(Text(f"  {outcome.id}: {outcome.prediction.bytes / GIB:.1f} GiB"))
-    if ended or wrong:
+    if oom_runs or wrong:
         report.line()
 
 
 def add_phrases(report: Report, runs: Mapping[str, Sequence[str]]) -> None:
     """Add each assumption, with the number of runs that need it and the id of one of them."""
     for phrase, names in runs.items():
-        whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
-        report.line(Text(f"  {phrase} ({whose})"), wrap=False)
+        runs_text = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
+        report.line(Text(f"  {phrase} ({runs_text})"), wrap=False)
 
 
 def _add_worst(report: Report, figure: Figure, worst: Sequence[tuple[float, Outcome]]) -> None:

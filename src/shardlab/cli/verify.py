@@ -145,7 +145,7 @@ class Verify:
         ep = entry.grid(ranks).ep
         layers, kind = entry.default_layers(ranks), "moe" if ep > 1 else "mlp" if entry.columns else "gpt"
         small = {"hidden_size": 32, "heads": 4, "seq_len": 16, "experts": max(4, 2 * ep)}
-        model = self.model.make(layers, kind, written=file.sections.get("model"), **small)
+        model = self.model.make(layers, kind, file_fields=file.sections.get("model"), **small)
         if model.vocab_size == 1:
             raise UserError("the loss of a vocabulary of one token is always 0; give --vocab-size 2 or more")
         job = Job(
