@@ -226,7 +226,7 @@ def crashed(rank: int, job: Job, folder: Path, step: int, at: int) -> None:
 
     executor.instructions[at] = fail
     recorder = tracer._recorder  # pyright: ignore[reportPrivateUsage]
-    recorder._timed[at] = recorder._around(at, executor.state.tape[at], fail)  # pyright: ignore[reportPrivateUsage]
+    recorder._timed_instructions[at] = recorder._around(at, executor.state.tape[at], fail)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(ValueError, match="fish"):
         tracer.step()
 
