@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
     "": 405,
-    "check": 2285,
+    "check": 2295,
     "cli": 8385,
     "common": 1070,
     "draw": 1750,
@@ -28,7 +28,7 @@ CODE_LINES = {
     "models": 4625,
     "planner": 4160,
     "simulate": 7580,
-    "strategies": 2760,
+    "strategies": 2765,
     "train": 8990,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

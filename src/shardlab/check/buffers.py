@@ -44,9 +44,9 @@ IN_ARENA = FLAT | {Kind.ACTIVATION, Kind.GRAD_ACTIVATION}
 def batches_of(tape: Sequence[Op], kinds: Collection[OpKind] = COLLECTIVES) -> dict[int, list[int]]:
     """Map each batch number to the indices of its ops, for ops of some kinds."""
     batches: dict[int, list[int]] = defaultdict(list)
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op.batch >= 0 and op[0] in kinds:
-            batches[op.batch].append(at)
+            batches[op.batch].append(index)
     return dict(batches)
 
 
@@ -72,17 +72,19 @@ def check_batches(
     batches: dict[tuple[int, int], tuple[int, ...]] = {}  # (rank, communication) -> communications of its batch
     for rank, tape in enumerate(program.tapes):
         for batch in batches_of(tape).values():
-            numbers = tuple([communication_of[rank][tape[at].handle] for at in batch])
+            numbers = tuple([communication_of[rank][tape[index].handle] for index in batch])
             batches |= {(rank, number): numbers for number in numbers}
     for (_, number), numbers in batches.items():
-        for rank, _, at in communications[number].participants:
+        for rank, _, index in communications[number].participants:
             own_batch = batches.get((rank, number), (number,))
             if own_batch != numbers:
                 this_text = f"as one of {len(own_batch)}" if len(own_batch) > 1 else "alone"
                 other_text = f"as one of {len(numbers)}" if len(numbers) > 1 else "alone"
                 fault = f"is issued {this_text}, and {other_text} on another rank"
-                about = program.tapes[rank][at].about
-                raise Refused("batch of collectives", about, fault, "issue the same together on all ranks").at(rank, at)
+                about = program.tapes[rank][index].about
+                raise Refused("batch of collectives", about, fault, "issue the same together on all ranks").at(
+                    rank, index
+                )
 
 
 def check_arena(program: Program, specs: Sequence[Mapping[int, Spec]]) -> None:
@@ -117,15 +119,15 @@ class Buckets:
 
     def __init__(self, tape: Sequence[Op], in_place: InPlace) -> None:
         self.batches = batches_of(tape)
-        self.batched = {at for batch in self.batches.values() for at in batch}
+        self.batched = {index for batch in self.batches.values() for index in batch}
         self.first: dict[int, int] = {}
         self.buffers: dict[int, list[int]] = {}
         self.staging: dict[int, list[int]] = {}
         if not self.batches:
             return
-        producers = {number: at for at, op in enumerate(tape) for number in op.outputs}
+        producers = {number: index for index, op in enumerate(tape) for number in op.outputs}
         for batch in self.batches.values():
-            ops = [tape[at] for at in batch]
+            ops = [tape[index] for index in batch]
             inputs, results = [op.inputs[0] for op in ops], [op.outputs[0] for op in ops]
             if ops[0].kind is OpKind.ALL_GATHER:
                 self.staging[batch[-1]] = [*inputs, *results]
@@ -181,9 +183,9 @@ def buffers_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> l
     members: dict[int, list[int]] = defaultdict(list)
     begins: dict[int, int] = {}
     stays: set[int] = set()  # buffers that are not in the arena
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         for number in op.outputs:
-            older = None if number in buckets.first else _memory_owner(at, op, number, in_place, roots)
+            older = None if number in buckets.first else _memory_owner(index, op, number, in_place, roots)
             first = buckets.first.get(number, number) if older is None else home[older]
             home[number] = first
             members[first].append(number)
@@ -191,10 +193,10 @@ def buffers_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> l
             reduces = op.kind is OpKind.ALL_REDUCE and specs[number].kind is Kind.WEIGHT
             if reduces or number in weights.final or (older is None and first not in begins and not makes):
                 stays.add(first)
-            begins.setdefault(first, at)
+            begins.setdefault(first, index)
         if op.kind is OpKind.UPDATE:
             stays.update(home[op.inputs[operand]] for operand in op.kind.row.ends)
-    writers = [tape[at] for at in in_place.first_input if tape[at].outputs]
+    writers = [tape[index] for index in in_place.first_input if tape[index].outputs]
     dead = {op.inputs[0] for op in writers if home[op.inputs[0]] == home[op.outputs[0]]}  # no op reads these later
     dead = dead.union(*in_place.fused.values()) - buckets.first.keys()
     last = {
@@ -296,16 +298,16 @@ def arenas_of(program: Program, specs: Sequence[Mapping[int, Spec]]) -> list[Are
 
 def _check_arena(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], program: Program, size: BufferBytes) -> None:
     offsets = {op.outputs[0] if op.outputs else -1: op.offset for op in tape if op.offset >= 0}
-    producers = {number: at for at, op in enumerate(tape) for number in op.outputs[:1]}
+    producers = {number: index for index, op in enumerate(tape) for number in op.outputs[:1]}
     placed: list[tuple[Buffer, int, int]] = []
     for buffer in buffers_of(tape, specs, program.sizes):
         given_offsets = {number: offsets.pop(number, -1) for number in buffer.values}
         if set(given_offsets.values()) == {-1}:
             continue
-        begin, at = given_offsets[buffer.values[0]], producers[buffer.values[0]]
+        begin, index = given_offsets[buffer.values[0]], producers[buffer.values[0]]
         if given_offsets != value_offsets(buffer, begin, size, specs) or begin % ALIGNMENT:
             fault = f"has offset {begin}, but buffers begin at multiples of {ALIGNMENT} bytes, with adjacent values"
-            raise Refused("wrong offset", tape[at].about, fault, "leave offsets to the pass arena").at(rank, at)
+            raise Refused("wrong offset", tape[index].about, fault, "leave offsets to the pass arena").at(rank, index)
         end = begin + size.total(buffer, specs)
         for other, first, last in placed:
             if begin < last and first < end and buffer.overlaps(other):
@@ -318,9 +320,9 @@ def _check_arena(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], progr
                 )
         placed.append((buffer, begin, end))
     for number in offsets:
-        at = next(at for at, op in enumerate(tape) if op.offset >= 0 and (*op.outputs, -1)[0] == number)
+        index = next(index for index, op in enumerate(tape) if op.offset >= 0 and (*op.outputs, -1)[0] == number)
         fault = "has an offset in the arena, but the executor does not choose where its result lies"
-        raise Refused("wrong offset", tape[at].about, fault, "leave it out").at(rank, at)
+        raise Refused("wrong offset", tape[index].about, fault, "leave it out").at(rank, index)
 
 
 def _summed_gradients(tape: Sequence[Op], in_place: InPlace, producers: Mapping[int, int], number: int) -> list[int]:
@@ -329,27 +331,27 @@ def _summed_gradients(tape: Sequence[Op], in_place: InPlace, producers: Mapping[
     The list is empty if no backward pass made the first value of the memory.
     """
     chain = [number]
-    while tape[at := producers[chain[-1]]].kind is OpKind.ADD:
-        older, newer = in_place.fused.get(at, (-1, -1))
+    while tape[index := producers[chain[-1]]].kind is OpKind.ADD:
+        older, newer = in_place.fused.get(index, (-1, -1))
         if older >= 0:
             chain += [newer, older]
-        elif at in in_place.first_input:
-            chain.append(tape[at].inputs[0])
+        elif index in in_place.first_input:
+            chain.append(tape[index].inputs[0])
         else:
             return []
-    fresh = tape[at].kind in WEIGHT_BACKWARDS and at not in in_place.accumulates
+    fresh = tape[index].kind in WEIGHT_BACKWARDS and index not in in_place.accumulates
     return chain if fresh else []
 
 
-def _memory_owner(at: int, op: Op, number: int, in_place: InPlace, roots: Mapping[int, int]) -> int | None:
+def _memory_owner(index: int, op: Op, number: int, in_place: InPlace, roots: Mapping[int, int]) -> int | None:
     """Return the older value in whose memory an output lies; None if the output has its own memory."""
     if number in roots:
         return roots[number]
-    if at in in_place.fused:
-        return in_place.fused[at][0]
-    if number == op.outputs[0] and at in in_place.accumulates:
-        return in_place.accumulates[at]
-    return op.inputs[0] if at in in_place.first_input else None
+    if index in in_place.fused:
+        return in_place.fused[index][0]
+    if number == op.outputs[0] and index in in_place.accumulates:
+        return in_place.accumulates[index]
+    return op.inputs[0] if index in in_place.first_input else None
 
 
 def _can_be_placed(op: Op, spec: Spec, sizes: Sizes) -> bool:

@@ -126,54 +126,54 @@ class Dependences:
 
     def __init__(self, tape: Sequence[Op], rank: int, specs: Mapping[int, Spec]) -> None:
         self.tape, self.rank = tape, rank
-        self.waits = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
+        self.waits = {op.handle: index for index, op in enumerate(tape) if op.kind is OpKind.WAIT}
         self.readers: dict[int, list[int]] = defaultdict(list)
         self.predecessors: list[set[int]] = [set() for _ in tape]
         self._available: dict[int, int] = {}  # value -> index of the op that made or awaited it
         self._memory = view_roots(tape, specs)
         self._reads: dict[Hashable, list[int]] = defaultdict(list)  # memory -> indices of the ops that read it
         last_on: dict[Hashable, int] = {}
-        for at, op in enumerate(tape):
-            predecessors = self.predecessors[at]
+        for index, op in enumerate(tape):
+            predecessors = self.predecessors[index]
             if op.kind is OpKind.WAIT:
                 continue
             predecessors.update(self._available[number] for number in op.inputs)
             reads = (read for number in self._overwritten_keys(op, specs) for read in self._reads[number])
             predecessors.update(
-                self.end_of(read) if self.end_of(read) < at else read for read in reads
+                self.end_of(read) if self.end_of(read) < index else read for read in reads
             )  # an update waits for it
-            self._note(at, op, specs)
+            self._note(index, op, specs)
             if op.kind in COMMUNICATION:
-                self.predecessors[self.waits[op.handle]].add(at)
+                self.predecessors[self.waits[op.handle]].add(index)
             if op.kind in COMMUNICATION - COPIES:  # a copy involves no other rank
                 channel = channel_of(rank, op)
                 if channel in last_on:
                     predecessors.add(last_on[channel])
-                last_on[channel] = at
+                last_on[channel] = index
         self.successors: list[list[int]] = [[] for _ in tape]
-        for at, others in enumerate(self.predecessors):
-            others.discard(at)
+        for index, others in enumerate(self.predecessors):
+            others.discard(index)
             for other in others:
-                self.successors[other].append(at)
+                self.successors[other].append(index)
 
-    def end_of(self, at: int) -> int:
+    def end_of(self, index: int) -> int:
         """Return the index of the op that completes an op: its WAIT if it communicates, or itself."""
-        op = self.tape[at]
-        return self.waits[op.handle] if op.kind in COMMUNICATION else at
+        op = self.tape[index]
+        return self.waits[op.handle] if op.kind in COMMUNICATION else index
 
-    def _note(self, at: int, op: Op, specs: Mapping[int, Spec]) -> None:
+    def _note(self, index: int, op: Op, specs: Mapping[int, Spec]) -> None:
         """Record the values that an op reads and makes."""
         for number in op.outputs:
-            self._available[number] = self.end_of(at)
+            self._available[number] = self.end_of(index)
         if op.kind is OpKind.FREE:
             return
         ended_values = {op.inputs[place] for place in op.kind.row.ends}
         for number in op.inputs:
             if number not in ended_values:
-                self.readers[number].append(at)
-            self._reads[number].append(at)
-            self._reads[self._memory.get(number, number)].append(at)
-            self._reads[specs[number].kind, specs[number].layer].append(at)
+                self.readers[number].append(index)
+            self._reads[number].append(index)
+            self._reads[self._memory.get(number, number)].append(index)
+            self._reads[specs[number].kind, specs[number].layer].append(index)
 
     def _overwritten_keys(self, op: Op, specs: Mapping[int, Spec]) -> list[Hashable]:
         """Return keys of the values and the memory that an op ends or overwrites.

@@ -116,22 +116,22 @@ class CommunicationCheck:
                     state.refuse("not received", fault, "receive it there, or leave it out", member.op)
 
     def _issue(self, state: RankState, op: Op) -> Participant:
-        handle, at, batch = op[4], state.at, op.batch
+        handle, index, batch = op[4], state.at, op.batch
         if handle in state.in_flight or handle in state.arrived or handle < 0:
             state.refuse("number in use", f"issues handle {handle}, which must be a new one", "number handles from 0")
         if batch >= 0:
-            if state.batches.get(batch, at - 1) != at - 1:
+            if state.batches.get(batch, index - 1) != index - 1:
                 fault = f"is of batch {batch}, but other ops stand between it and the rest of its batch"
                 state.refuse("batch of messages", fault, "put them before or after the batch")
             if (op[0] in COLLECTIVES or batch in state.batches) and not _together(state, op):
                 fault = "is issued together with ops of another kind, group or dtype"
                 state.refuse("batch of collectives", fault, "give it a batch of its own")
-            state.batches[batch] = at
+            state.batches[batch] = index
             self.batches |= op[0] in COLLECTIVES
-        state.in_flight[handle] = at
+        state.in_flight[handle] = index
         for number in op[2]:
             state.reading[number] = state.reading.get(number, 0) + 1
-        return _participant(Participant, (state.index, handle, at))
+        return _participant(Participant, (state.index, handle, index))
 
     def _collective(self, state: RankState, op: Op) -> None:
         group = op.group
@@ -324,13 +324,15 @@ class RankState:
 
     def refuse(self, rule: Rule, fault: str, remedy: str, op: int | None = None) -> NoReturn:
         """Refuse the current op, another op, or the end of the tape."""
-        at = self.at if op is None else op
-        about = self.ops[at].about if at < len(self.ops) else ""
-        raise Refused(rule, about, fault, remedy).at(self.index, at)
+        index = self.at if op is None else op
+        about = self.ops[index].about if index < len(self.ops) else ""
+        raise Refused(rule, about, fault, remedy).at(self.index, index)
 
     def refuse_input(self, number: int) -> NoReturn:
         """Refuse an input that is not live, and say why it is not."""
-        in_flight = next((handle for handle, at in self.in_flight.items() if number in self.ops[at].outputs), None)
+        in_flight = next(
+            (handle for handle, index in self.in_flight.items() if number in self.ops[index].outputs), None
+        )
         if in_flight is not None:
             self.refuse("in flight", f"value {number} is still in flight", f"wait for handle {in_flight} first")
         if number not in self.specs:

@@ -96,17 +96,17 @@ class Dataflow:
         ops, rules, arrived, live, reading = state.ops, self._rules, state.arrived, state.live, state.reading
         saved_of, half_of, concerned = state.saved_of, state.half_of, state.concerned
         arrive = self.communication.arrive
-        for at in range(state.at, len(ops)):
-            op = ops[at]
+        for index in range(state.at, len(ops)):
+            op = ops[index]
             kind = op[0]
             if kind is FREE:  # half of all ops are FREEs, so their rule is inline
                 numbers = op[2]
                 if len(numbers) != 1 or op[3]:
-                    state.at = at
+                    state.at = index
                     _refuse_shape(state, op)
                 number = numbers[0]
                 if number in reading or number not in live:
-                    state.at = at
+                    state.at = index
                     fault = f"{live[number]} is still read by a communication in flight"
                     state.refuse("in flight", fault, "wait for it first")
                 del live[number]
@@ -115,7 +115,7 @@ class Dataflow:
                 if number in half_of:
                     del half_of[number]
                 continue
-            state.at = at
+            state.at = index
             if kind is not WAIT:
                 rule = rules.get((kind, len(op[2]), len(op[3]), op[4] >= 0))
                 if rule is None:
@@ -123,7 +123,7 @@ class Dataflow:
                         _refuse_shape(state, op)
                     rule = self._rule_of_any[kind]
                 if kind in REVISITED:
-                    concerned.append(at)
+                    concerned.append(index)
                 rule(state, op)
             elif op[4] in arrived:
                 arrive(state, op)
@@ -174,7 +174,7 @@ def check_rank_ending(state: RankState) -> None:
             lacking = f"the step ends without the updated {_without_step(final)}"
             if final in state.specs.values():
                 value = max(number for number, spec in state.specs.items() if spec == final)
-                maker = next(at for at, op in enumerate(state.ops) if value in op.outputs)
+                maker = next(index for index, op in enumerate(state.ops) if value in op.outputs)
                 state.refuse("not kept", f"{lacking}, which is made here and not kept", "keep it in its store", maker)
             of_layer = (spec for spec in state.specs.values() if (spec.kind, spec.layer) == (kind, layer))
             updated = [spec for spec in dict.fromkeys(of_layer) if spec.step == final.step]
@@ -209,12 +209,12 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     clips = {state.clips: state for state in reversed(states) if state.clips is not None}
     if len(clips) > 1:
         plain = clips[False]
-        at = next(at for at, op in enumerate(plain.ops) if op.kind in (OpKind.UPDATE, OpKind.DIRECTION))
+        index = next(index for index, op in enumerate(plain.ops) if op.kind in (OpKind.UPDATE, OpKind.DIRECTION))
         fault = (
             f"is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift apart "
             "and layers learn at different rates"
         )
-        plain.refuse("norm on some ranks", fault, "give the norm to all updates", at)
+        plain.refuse("norm on some ranks", fault, "give the norm to all updates", index)
     coverage = [Holds(0, 1)] * layers
     for state in states:
         for kind, layer, holds in state.loads:
@@ -238,9 +238,9 @@ def check_losses(states: Sequence[RankState]) -> None:
     """
     computed = 0
     for state in states:
-        for (kind, _, _), at in state.loads.items():
+        for (kind, _, _), index in state.loads.items():
             if kind is Kind.OPT_STATE:
-                state.refuse("not kept", "is loaded, but nothing is trained here", "leave it out", at)
+                state.refuse("not kept", "is loaded, but nothing is trained here", "leave it out", index)
         for op in state.ops:
             if op.kind is OpKind.LOSS:
                 computed |= state.specs[op.inputs[0]].cells

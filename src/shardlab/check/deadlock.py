@@ -255,7 +255,7 @@ class Replay:
                     text += f", which waits for rank {absent[0]}'s {self._op(absent[0], chain[-1])}"
                 return Wait(text, absent)
             heads = [(m.rank, self.queues[m.rank][self.queue_of[chain[-1]]][0].open) for m in members]
-            queued, blocker = next((at, min(head)) for at, head in heads if chain[-1] not in head)
+            queued, blocker = next((index, min(head)) for index, head in heads if chain[-1] not in head)
             text += f", which is queued behind rank {queued}'s {self._op(queued, blocker)}"
             if blocker in chain:
                 return Wait(text, [m.rank for m in members if m.rank != rank])
@@ -263,8 +263,8 @@ class Replay:
 
     def _op(self, rank: int, number: int) -> str:
         """Return a rank's op in a communication as text."""
-        at = next(member.op for member in self.communications[number].participants if member.rank == rank)
-        return f"{self.program.tapes[rank][at]} (its op {at})"
+        index = next(member.op for member in self.communications[number].participants if member.rank == rank)
+        return f"{self.program.tapes[rank][index]} (its op {index})"
 
     def _has_issued(self, rank: int, op: int) -> bool:
         """Return whether a rank has issued one of its ops before it was blocked or ended."""
@@ -283,14 +283,14 @@ def _queues(program: Program, communications: list[Communication]) -> list[list[
     for number, (stream, _, members) in enumerate(communications):
         if stream is COPY:  # a copy stands in no queue
             continue
-        for rank, _, at in members:
-            issued[rank].append((at, number))
+        for rank, _, index in members:
+            issued[rank].append((index, number))
     queues: list[list[list[int]]] = []
     for tape, numbers in zip(program.tapes, issued, strict=True):
         queue: list[list[int]] = []
         last = -1
-        for at, number in sorted(numbers):
-            batch = tape[at].batch
+        for index, number in sorted(numbers):
+            batch = tape[index].batch
             if batch >= 0 and batch == last:
                 queue[-1].append(number)
             else:
@@ -302,6 +302,6 @@ def _queues(program: Program, communications: list[Communication]) -> list[list[
 
 def _half_batched_sentence(program: Program, half_batched: Communication) -> str:
     """Return the deadlock of a message between an exchange and a single call, which use different communicators."""
-    members = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.participants]
-    ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in members)
+    members = [(rank, index, program.tapes[rank][index]) for rank, _, index in half_batched.participants]
+    ends = "; ".join(f"rank {rank} waits in {op} (its op {index})" for rank, index, op in members)
     return f"deadlock: {ends}: one is part of an exchange and the other is not, so they never meet."

@@ -56,28 +56,28 @@ class InPlace:
         self._producers: dict[int, int] = {}
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._read_until: dict[int, list[int]] = defaultdict(list)  # waits for communications that read it
-        others = [(at, op) for at, op in enumerate(tape) if op[0] is not FREE]
+        others = [(index, op) for index, op in enumerate(tape) if op[0] is not FREE]
         self._shared = {number for _, op in others if op[0] is OpKind.SLICE for number in (*op[2], *op[3])}
-        writing = [(at, op) for at, op in others if op[0] in IN_PLACE_OPS and op[2]]
+        writing = [(index, op) for index, op in others if op[0] in IN_PLACE_OPS and op[2]]
         watched = {number for _, op in writing for number in op[2]}
-        waits = {op[4]: at for at, op in others if op[0] is WAIT}
+        waits = {op[4]: index for index, op in others if op[0] is WAIT}
         producers, readers = self._producers, self._readers
-        for at, op in others:
+        for index, op in others:
             handle = op[4]
             for number in op[3]:
                 if number in watched:
-                    producers[number] = at if handle < 0 else waits[handle]
+                    producers[number] = index if handle < 0 else waits[handle]
             for number in op[2]:
                 if number in watched:
-                    readers[number].append(at)
+                    readers[number].append(index)
                     if handle >= 0:
                         self._read_until[number].append(waits[handle])
-        self.first_input = {at for at, op in writing if self._is_last_read(op.inputs[0], at, start=at)}
+        self.first_input = {index for index, op in writing if self._is_last_read(op.inputs[0], index, start=index)}
         self.accumulates: dict[int, int] = {}
         self.fused: dict[int, tuple[int, int]] = {}
-        for at, op in writing:
+        for index, op in writing:
             if op.kind is OpKind.ADD:
-                self._fuse(at, op)
+                self._fuse(index, op)
 
     def _is_last_read(self, number: int, reader: int, start: int) -> bool:
         """Return whether `reader` is the only op that reads a value from op `start` on.
@@ -86,14 +86,14 @@ class InPlace:
         """
         if number in self._shared:
             return False
-        for at in self._readers[number]:
-            if at >= start and at != reader:
+        for index in self._readers[number]:
+            if index >= start and index != reader:
                 return False
         ends = self._read_until.get(number, ())
         own_reads = 1 if self._tape[reader].handle >= 0 else 0  # an all_reduce's own read ends with it
         return len(ends) <= own_reads or sum(end > start for end in ends) <= own_reads
 
-    def _fuse(self, at: int, op: Op) -> None:
+    def _fuse(self, index: int, op: Op) -> None:
         """Record the ADD of a new gradient to an older one, if the backward pass can do it."""
         older, newer = op.inputs
         if self._producers[older] > self._producers[newer]:
@@ -102,12 +102,12 @@ class InPlace:
         if (
             self._tape[backward].kind in WEIGHT_BACKWARDS
             and self._tape[backward].outputs[0] == newer
-            and self._readers[newer] == [at]
+            and self._readers[newer] == [index]
             and self._producers[older] < backward
-            and self._is_last_read(older, at, start=backward)
+            and self._is_last_read(older, index, start=backward)
         ):
             self.accumulates[backward] = older
-            self.fused[at] = (older, newer)
+            self.fused[index] = (older, newer)
 
 
 class KeptWeights:
@@ -143,7 +143,7 @@ class KeptWeights:
         last = memory_ends(ends, self.roots)
         self.final: dict[int, MemoryKey] = {}
         self.arriving: set[int] = set()
-        for at, op in enumerate(tape):
+        for index, op in enumerate(tape):
             for number in op[3]:
                 form = specs[number].form
                 if form.kind is Kind.WEIGHT and form.step and number not in ends:
@@ -151,7 +151,7 @@ class KeptWeights:
                     if key in self.place_of and self.place_of[key] == form.place:
                         self.final[number] = key
                         moves = op[0] in COMMUNICATION and not op[0].row.in_place
-                        if moves and last.get(self._number_of[key], at) < at:
+                        if moves and last.get(self._number_of[key], index) < index:
                             self.arriving.add(number)
 
     def memory_of(self, layer: int, holds: Holds) -> MemoryKey | None:
@@ -163,7 +163,7 @@ class KeptWeights:
         return next((key for key in self.loads.values() if key[0] == layer and key[1].contains(holds)), None)
 
     def _find_owners(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
-        for at, op in enumerate(tape):
+        for index, op in enumerate(tape):
             if op[0] is SLICE and op[3][0] in self.roots:
                 self.owners[op[3][0]] = self.owners.get(op[2][0], op[2][0])
             elif op[0] is UPDATE:
@@ -172,7 +172,7 @@ class KeptWeights:
                     self.owners[op[3][0]] = self._number_of[key]
                 elif key is not None:
                     self.owners[op[3][0]] = self.owners.get(weight, weight)
-                    self.copied_updates[at] = key
+                    self.copied_updates[index] = key
 
     def _find_refreshed(self, tape: Sequence[Op]) -> set[int]:
         """Return the copied updates whose weight is not an exact copy of this rank's loaded weight."""
@@ -180,7 +180,7 @@ class KeptWeights:
         for op in tape:
             if op[0] in COPYING and plain.issuperset(op[2]):
                 plain.update(op[3])
-        return {at for at in self.copied_updates if tape[at].inputs[1] not in plain}
+        return {index for index in self.copied_updates if tape[index].inputs[1] not in plain}
 
 
 def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places: Sequence[int]) -> None:
@@ -202,11 +202,11 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places:
         return  # each layer has one loaded weight, and its update reads and ends that weight
     weights = KeptWeights(tape, specs)
     memory = WeightMemory(tape, specs, weights)
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         try:
-            memory.step(at, op)
+            memory.step(index, op)
         except Refused as refusal:
-            raise refusal.at(rank, at) from None
+            raise refusal.at(rank, index) from None
 
 
 class WeightMemory:
@@ -220,7 +220,7 @@ class WeightMemory:
         self.writes: dict[int, list[tuple[Holds, int]]] = defaultdict(list)  # value -> (slices, op that overwrote them)
         self.reading: dict[int, int] = {}  # handle -> the weight that its communication reads
 
-    def step(self, at: int, op: Op) -> None:
+    def step(self, index: int, op: Op) -> None:
         """Advance by one op.
 
         Raises:
@@ -233,7 +233,7 @@ class WeightMemory:
             self.reading.pop(op.handle, None)
             return
         if kind is UPDATE:
-            self._update(at, op)
+            self._update(index, op)
         for number in op[2]:
             if self.specs[number].kind is Kind.WEIGHT:
                 updated = kind is UPDATE and number == op[2][1]
@@ -245,16 +245,16 @@ class WeightMemory:
             for number in op[3]:
                 if number in self.weights.arriving:
                     key = self.weights.final[number]
-                    self.moves[key].append((key[1], at))
+                    self.moves[key].append((key[1], index))
 
-    def _update(self, at: int, op: Op) -> None:
+    def _update(self, index: int, op: Op) -> None:
         """Record an update. Refuse it if its slices have moved already, or if a communication in flight reads them."""
         holds, home = self.specs[op.inputs[2]].holds, self.weights.owners.get(op.outputs[0], -1)
         key = self.weights.memory_of(op.layer, holds) or (op.layer, holds)  # else the state has memory of its own
         for slices, earlier in (*self.moves[key], *self.writes.get(home, ())):
             if (twice := slices & holds).mask:
                 raise _moved_twice(op, twice, self.tape[earlier], earlier)
-        self.moves[key].append((holds, at))
+        self.moves[key].append((holds, index))
         if home < 0:
             return
         for handle, number in self.reading.items():
@@ -263,7 +263,7 @@ class WeightMemory:
                 reader = next(other for other in self.tape if other.handle == handle)
                 fault = f"writes over {self.specs[number]}, but {reader} (handle {handle}) is still reading that"
                 raise Refused("in flight", op.about, fault, "wait for it first")
-        self.writes[home].append((holds, at))
+        self.writes[home].append((holds, index))
 
     def _read(self, op: Op, number: int) -> None:
         """Refuse to read a weight that an update has overwritten."""
@@ -292,23 +292,23 @@ def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
 
     Backward passes do not count: they name the activation, but read the value that the layer saved.
     """
-    waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
+    waits = {op[4]: index for index, op in enumerate(tape) if op[0] is OpKind.WAIT}
     last: dict[int, int] = {}
     shared: set[int] = set()
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         kind = op[0]
         if kind is OpKind.FREE or kind is OpKind.WAIT:
             continue
-        until = waits[op[4]] if op[4] >= 0 else at
+        until = waits[op[4]] if op[4] >= 0 else index
         for number in op[2][1:] if kind in BACKWARDS else op[2]:
             last[number] = max(last.get(number, 0), until)
         if kind is OpKind.SLICE:
             shared.update((*op[2], *op[3]))
-    keeping = ((at, op) for at, op in enumerate(tape) if op[0].row.keeps is Kind.SAVED)
+    keeping = ((index, op) for index, op in enumerate(tape) if op[0].row.keeps is Kind.SAVED)
     return {
-        at: op[2][0]
-        for at, op in keeping
-        if specs[op[3][-1]].kind is Kind.SAVED and last[op[2][0]] == at and op[2][0] not in shared
+        index: op[2][0]
+        for index, op in keeping
+        if specs[op[3][-1]].kind is Kind.SAVED and last[op[2][0]] == index and op[2][0] not in shared
     }
 
 
@@ -319,36 +319,39 @@ def last_copies(tape: Sequence[Op], specs: Mapping[int, Spec]) -> set[int]:
     """
     readers: dict[int, list[int]] = defaultdict(list)
     shared: set[int] = set()
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op[0] is not OpKind.FREE:
             for number in op[2]:
-                readers[number].append(at)
+                readers[number].append(index)
         if op[0] is OpKind.SLICE:
             shared.update((*op[2], *op[3]))
-    waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
+    waits = {op[4]: index for index, op in enumerate(tape) if op[0] is OpKind.WAIT}
 
-    def is_last(at: int, number: int) -> bool:
-        return all(max(other, waits.get(tape[other][4], 0)) < at for other in readers[number] if other != at)
+    def is_last(index: int, number: int) -> bool:
+        return all(max(other, waits.get(tape[other][4], 0)) < index for other in readers[number] if other != index)
 
     return {
-        at
-        for at, op in enumerate(tape)
-        if op[0] in _SPLITS and specs[op[2][0]].kind in ROW_KINDS and op[2][0] not in shared and is_last(at, op[2][0])
+        index
+        for index, op in enumerate(tape)
+        if op[0] in _SPLITS
+        and specs[op[2][0]].kind in ROW_KINDS
+        and op[2][0] not in shared
+        and is_last(index, op[2][0])
     }
 
 
 def ending_ops(tape: Sequence[Op]) -> dict[int, int]:
     """Map each value that ends to the index of the op that ends it."""
     ends: dict[int, int] = {}
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         for place in op[0].row.ends:
-            ends[op[2][place]] = at
+            ends[op[2][place]] = index
     return ends
 
 
 def memory_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, int]:
     """Map each value that is not a view to the op that frees its memory: the end of the value, or of its last view."""
-    last = {number: at for number, at in ends.items() if number not in roots}
+    last = {number: index for number, index in ends.items() if number not in roots}
     for view, root in roots.items():
         if view not in ends:
             last.pop(root, None)
@@ -357,19 +360,19 @@ def memory_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, 
     return last
 
 
-def _moved_twice(op: Op, twice: Holds, mover: Op, at: int) -> Refused:
+def _moved_twice(op: Op, twice: Holds, mover: Op, index: int) -> Refused:
     """Return the refusal of an update of slices that have moved already."""
     part = "all" if twice.complete else twice.slices_text
     of = f"{part} of the weights[{op.layer}] that this rank keeps"
     if mover.kind is UPDATE:
         fault = (
-            f"op {at} {mover} has moved {of} one step on already, for another optimizer state; each element moves "
+            f"op {index} {mover} has moved {of} one step on already, for another optimizer state; each element moves "
             "once a step"
         )
         remedy = "load one optimizer state for each slice, and no two that overlap"
         return Refused("moved twice", op.about, fault, remedy, doubled=bits(twice.mask))
     fault = (
-        f"op {at} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
+        f"op {index} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
         "second step"
     )
     remedy = "update before they arrive, or load no optimizer state of what other ranks update"

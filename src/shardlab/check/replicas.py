@@ -222,10 +222,10 @@ class ValueNumbering:
         self._waiters: dict[int, list[int]] = defaultdict(list)  # communication -> ranks
         self._runnable = deque(range(len(tapes)))
         self._in_flight: list[dict[int, tuple[int, ...]]] = [{} for _ in tapes]  # handle -> values that it will deliver
-        at = [0] * len(tapes)
+        positions = [0] * len(tapes)
         while self._runnable:
             rank = self._runnable.popleft()
-            at[rank] = self._replay(rank, at[rank])
+            positions[rank] = self._replay(rank, positions[rank])
 
     def _replay(self, rank: int, start: int) -> int:
         """Replay one rank until it waits for a value that has not arrived, and return the index of the next op."""
@@ -347,7 +347,9 @@ class ValueNumbering:
         tapes, numbers = self.checked.program.tapes, self.numbers
         if len(operands) == 1:
             return operands[0]
-        specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in communication.participants]
+        specs = [
+            self.checked.specs[rank][tapes[rank][index].inputs[0]] for rank, _, index in communication.participants
+        ]
         first = specs[0]
         if op.kind.row.combines is not Combiner.SUM:
             return self._number_union(op, specs, operands)
@@ -389,19 +391,19 @@ class NumberTable:
         pieces = self.pieces.get(number)
         if pieces is None:
             return [(holds, number)]
-        overlaps = [(holds & at, piece) for at, piece in pieces]
-        return [(at, piece) for at, piece in overlaps if at.mask]
+        overlaps = [(holds & part, piece) for part, piece in pieces]
+        return [(part, piece) for part, piece in overlaps if part.mask]
 
     def join(self, parts: Iterable[tuple[Holds, int]]) -> int:
         """Return the number of the concatenation of some parts."""
         whole: dict[int, Holds] = {}
         for holds, number in parts:
-            for at, piece in self.find_parts(number, holds):
-                whole[piece] = whole.get(piece, Holds(0, 1)) | at
+            for part, piece in self.find_parts(number, holds):
+                whole[piece] = whole.get(piece, Holds(0, 1)) | part
         if len(whole) == 1:
             return next(iter(whole))
         pieces = [(whole[piece].simplified(), piece) for piece in sorted(whole)]
-        number = self.number_of(("pieces", *(at for at, _ in pieces)), tuple(piece for _, piece in pieces))
+        number = self.number_of(("pieces", *(part for part, _ in pieces)), tuple(piece for _, piece in pieces))
         self.pieces[number] = pieces
         return number
 
@@ -417,7 +419,7 @@ class NumberTable:
             return rule(numbers)
         cuts = [holds]
         for number in numbers:
-            cuts = [at for cut in cuts for at, _ in self.find_parts(number, cut)]
+            cuts = [part for cut in cuts for part, _ in self.find_parts(number, cut)]
         return self.join([(cut, rule([self.at(number, cut) for number in numbers])) for cut in cuts])
 
     def of_all(self, op_key: tuple[object, ...], numbers: Sequence[int]) -> int:
@@ -565,15 +567,15 @@ def _fused(numbers: NumberTable, gradient: int) -> int:
 def _results(tape: list[Op], specs: dict[int, Spec]) -> list[OpResult]:
     accumulates = InPlace(tape).accumulates
     results: list[OpResult] = []
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op.kind not in COMPARED:
             continue
-        older = accumulates.get(at)
+        older = accumulates.get(index)
         summed_count = 0 if older is None else specs[older].microbatches.bit_count()
         input_specs = tuple(_without_microbatches(specs[number]) for number in op.inputs)
         for place, number in enumerate(op.outputs):
             key = (op.kind, op.layer, op.holds, place, summed_count, input_specs, _without_microbatches(specs[number]))
-            results.append(OpResult(at, number, key))
+            results.append(OpResult(index, number, key))
     return results
 
 

@@ -123,7 +123,7 @@ def forward_only(checked: Checked) -> Program:
     needed = _needed_ops(checked)
     tapes = [
         _freed_after_last_use(
-            [_without_gradients(checked, rank, op) for at, op in enumerate(tape) if (rank, at) in needed]
+            [_without_gradients(checked, rank, op) for index, op in enumerate(tape) if (rank, index) in needed]
         )
         for rank, tape in enumerate(checked.program.tapes)
     ]
@@ -165,15 +165,17 @@ def _listed(numbers: Iterable[int]) -> str:
 def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
     """Return the refusal of a slice of sequences in an experts' buffer: a buffer mixes tokens of all slices."""
     layers = program.sizes.signatures
-    buffers = {at for at, layer in enumerate(layers, 1) if _indices_made(layer, layer.outputs[0].tensor) & {"expert"}}
+    buffers = {
+        index for index, layer in enumerate(layers, 1) if _indices_made(layer, layer.outputs[0].tensor) & {"expert"}
+    }
     if not buffers or program.sizes.space(program.mesh, 1).sequence == 1:
         return None
     for rank, tape in enumerate(program.tapes):
         for number, spec in specs[rank].items():
             if spec.layer in buffers and spec.kind in _OF_BUFFERS and not spec.whole_sequences:
-                at, op = next((at, op) for at, op in enumerate(tape) if number in op.outputs)
+                index, op = next((index, op) for index, op in enumerate(tape) if number in op.outputs)
                 fault = f"this would be {spec} in experts' buffers, whose places have tokens of any part of a sequence"
-                return _refusal(rank, at, op, (fault, "cut sequences before tokens are dispatched to experts"))
+                return _refusal(rank, index, op, (fault, "cut sequences before tokens are dispatched to experts"))
     return None
 
 
@@ -182,14 +184,14 @@ def _indices_made(layer: Layer, tensor: str) -> set[str]:
     return {index for node in layer.nodes for index in node.makes.get(tensor, "").split()}
 
 
-def _refusal(rank: int, at: int, op: Op, reason: Why) -> Refused:
-    return Refused("not runnable", op.about, *reason).at(rank, at)
+def _refusal(rank: int, index: int, op: Op, reason: Why) -> Refused:
+    return Refused("not runnable", op.about, *reason).at(rank, index)
 
 
-def _still_used(tape: Sequence[Op], at: int) -> Why | None:
+def _still_used(tape: Sequence[Op], index: int) -> Why | None:
     """Return why an optimizer state cannot be copied here: a later op still reads the original."""
-    (number,) = tape[at].inputs
-    reader = next((op for op in tape[at + 1 :] if number in op.inputs and op.kind is not OpKind.FREE), None)
+    (number,) = tape[index].inputs
+    reader = next((op for op in tape[index + 1 :] if number in op.inputs and op.kind is not OpKind.FREE), None)
     if reader is None:
         return None
     return f"an optimizer state is in one place at a time, but {reader} reads it where it was", "use the copy alone"
@@ -277,18 +279,18 @@ def _even(spec: Spec) -> bool:
 def _needed_ops(checked: Checked) -> set[Place]:
     """Return the ops on which the losses depend. A communication depends on the parts and waits of all its members."""
     tapes = checked.program.tapes
-    ops = [(rank, at, op) for rank, tape in enumerate(tapes) for at, op in enumerate(tape)]
-    maker = {(rank, number): at for rank, at, op in ops for number in op.outputs}
-    wait = {(rank, op.handle): at for rank, at, op in ops if op.kind is WAIT}
-    stack = [(rank, at) for rank, at, op in ops if op.kind is LOSS]
+    ops = [(rank, index, op) for rank, tape in enumerate(tapes) for index, op in enumerate(tape)]
+    maker = {(rank, number): index for rank, index, op in ops for number in op.outputs}
+    wait = {(rank, op.handle): index for rank, index, op in ops if op.kind is WAIT}
+    stack = [(rank, index) for rank, index, op in ops if op.kind is LOSS]
     needed: set[Place] = set()
     while stack:
         place = stack.pop()
         if place in needed:
             continue
         needed.add(place)
-        rank, at = place
-        op = tapes[rank][at]
+        rank, index = place
+        op = tapes[rank][index]
         stack += [(rank, maker[rank, number]) for number in op.inputs]
         if op.kind in COMMUNICATION:
             stack.append((rank, wait[rank, op.handle]))
@@ -312,21 +314,21 @@ def _without_gradients(checked: Checked, rank: int, op: Op) -> Op:
 def _freed_after_last_use(ops: list[Op]) -> list[Op]:
     """Insert a FREE after the last use of every value except the loaded weights."""
     kept_values = {number for op in ops if op.kind is LOAD_WEIGHT for number in op.outputs}
-    waits = {op.handle: at for at, op in enumerate(ops) if op.kind is WAIT}
+    waits = {op.handle: index for index, op in enumerate(ops) if op.kind is WAIT}
     last: dict[int, int] = {}
-    for at, op in enumerate(ops):
-        until = waits.get(op.handle, at)
+    for index, op in enumerate(ops):
+        until = waits.get(op.handle, index)
         for number in (*op.inputs, *op.outputs):
-            last[number] = max(last.get(number, at), until)
+            last[number] = max(last.get(number, index), until)
     ends: dict[int, list[int]] = defaultdict(list)
-    for number, at in last.items():
+    for number, index in last.items():
         if number not in kept_values:
-            ends[at].append(number)
+            ends[index].append(number)
     return list(_with_frees(ops, ends))
 
 
 def _with_frees(ops: list[Op], ends: dict[int, list[int]]) -> Iterator[Op]:
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         yield op
-        for number in ends.get(at, ()):
+        for number in ends.get(index, ()):
             yield Op(FREE, -1, (number,))

@@ -164,7 +164,7 @@ def user_line_of(frame: FrameType | None) -> SourceLine | None:
 def line_of_error(error: BaseException) -> SourceLine | None:
     """Return the innermost line of the user's code in an error's traceback; None if there is none."""
     frames = traceback.walk_tb(error.__traceback__)
-    lines = [SourceLine(frame.f_code.co_filename, at) for frame, at in frames if not is_library_frame(frame)]
+    lines = [SourceLine(frame.f_code.co_filename, line) for frame, line in frames if not is_library_frame(frame)]
     return lines[-1] if lines else None
 
 

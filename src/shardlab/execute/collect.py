@@ -45,10 +45,10 @@ def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer
     dtype = torch_dtype(state.settings.precision.parameters)
     flat = torch.empty(state.shapes.flat[layer], dtype=dtype) if receives else None
     for source, holds in _owners(state.checked.program, layer):
-        at = 0
+        offset = 0
         for start, stop in state.shapes.ranges(layer, holds):
             if source == state.rank:
-                part = slices[layer, holds][at : at + stop - start]
+                part = slices[layer, holds][offset : offset + stop - start]
                 if flat is None:
                     dist.send(part.to(device), to)  # the part may be on the host, from which NCCL cannot send
                 else:
@@ -59,7 +59,7 @@ def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer
                 dist.recv(buffer, source)
                 if buffer is not place:
                     place.copy_(buffer)
-            at += stop - start
+            offset += stop - start
     return flat
 
 

@@ -32,7 +32,7 @@ Places = tuple[Tensor, ...]
 """Indices of elements of a tensor: an index grid for each of its first dims."""
 
 
-def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
+def all_to_all(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare an ALL_TO_ALL, into new memory.
 
     A member sends to each member the cells and pieces that are both in the sender's input and in the receiver's output.
@@ -42,7 +42,7 @@ def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
     mine, result = state.specs[operand], state.specs[output]
     send_places = [_places(state, mine, _common(mine, theirs)) for theirs in _output_specs(state, op)]
     receive_places = [_places(state, result, _common(theirs, result)) for theirs in _input_specs(state, op)]
-    shape, drops_input = state.shapes.shape(result), at in state.analysis.last_copies
+    shape, drops_input = state.shapes.shape(result), index in state.analysis.last_copies
 
     def start() -> Wait:
         tensor: Tensor = values[operand]
@@ -106,13 +106,13 @@ def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
     return places
 
 
-def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
+def all_reduce(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare an ALL_REDUCE or REDUCE: in place if no op reads the input later; weights are reduced in their buffer.
 
     A REDUCE overwrites its tensor on all ranks, although only the root receives the result.
     """
     (operand,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
-    in_place = at in state.analysis.in_place.first_input
+    in_place = index in state.analysis.in_place.first_input
     of_weights = state.specs[operand].kind is Kind.WEIGHT
 
     def start() -> Wait:
@@ -130,7 +130,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
+def all_gather(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare an ALL_GATHER or GATHER. Weights are gathered into their buffer, other values into new memory."""
     (operand,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
 
@@ -169,14 +169,14 @@ def _output_specs(state: State, op: Op) -> list[Spec]:
     """Return the spec of each member's output of a collective, in group order."""
     checked = state.checked
     members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
-    return [checked.specs[rank][checked.program.tapes[rank][at].outputs[0]] for rank, _, at in members]
+    return [checked.specs[rank][checked.program.tapes[rank][index].outputs[0]] for rank, _, index in members]
 
 
 def _input_specs(state: State, op: Op) -> list[Spec]:
     """Return the spec of each member's input of a collective, in group order."""
     checked = state.checked
     members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
-    return [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]] for rank, _, at in members]
+    return [checked.specs[rank][checked.program.tapes[rank][index].inputs[0]] for rank, _, index in members]
 
 
 def _gather_apart(
@@ -215,13 +215,13 @@ def _pieces(member: Spec, of: int) -> int:
     return member.holds.refined(of).mask
 
 
-def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
+def reduce_scatter(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare a REDUCE_SCATTER. Activations and their gradients are first copied, with the pieces in group order."""
     (operand,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
     spec = state.specs[operand]
     parts = _output_specs(state, op) if spec.kind in ROW_KINDS else []
     cuts = [cut_of(state.shapes, spec, part) for part in parts]
-    drops_input = at in state.analysis.last_copies
+    drops_input = index in state.analysis.last_copies
 
     def start() -> Wait:
         whole: torch.Tensor = values[operand]
@@ -235,7 +235,7 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
+def broadcast(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare a BROADCAST of the root's tensor, into new memory on the other ranks."""
     values, (group, transport) = state.values, links.group_of(op)
     root = group.ranks.index(op.root)
@@ -250,7 +250,7 @@ def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
+def scatter(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare a SCATTER of equal parts of the root's tensor along its first dim, into new memory."""
     (output,), values, (group, transport) = op.outputs, state.values, links.group_of(op)
     root = group.ranks.index(op.root)
@@ -263,18 +263,18 @@ def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
+def barrier(state: State, links: Communicator, index: int, op: Op) -> Start:
     _, transport = links.group_of(op)
     return lambda: links.wait_of(transport.barrier())
 
 
-def send(state: State, links: Communicator, at: int, op: Op) -> Start:
+def send(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare a SEND. The tape does not change the value's tensor before the wait."""
     operand, values, peer, batch = op.inputs[0], state.values, op.peer, op.batch
     return lambda: links.send(values[operand].contiguous(), peer, batch)
 
 
-def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
+def recv(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare a RECV, into new memory."""
     output, values, source, batch = op.outputs[0], state.values, op.peer, op.batch
 
@@ -285,7 +285,7 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def copy_value(state: State, links: Communicator, at: int, op: Op) -> Start:
+def copy_value(state: State, links: Communicator, index: int, op: Op) -> Start:
     """Prepare a copy between device, host and disk. An optimizer state is moved instead, together with its views."""
     (operand,), (output,), values = op.inputs, op.outputs, state.values
 

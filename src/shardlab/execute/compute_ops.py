@@ -43,7 +43,7 @@ DeferredGradients = list[tuple[AddGradients, Tensor, Tensor]]
 the gradient, gradient of the result, input)."""
 
 
-def forward(state: State, at: int, op: Op) -> Instruction:
+def forward(state: State, index: int, op: Op) -> Instruction:
     """Run a layer. If the op has a saved value as an output, store in it the tensors that the backward pass reads.
 
     A RECOMPUTE has only this output.
@@ -54,8 +54,8 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     share, run_of_layer = state.share(op), state.model.run(op.layer)
     factor = state.analysis.gradient_factor.get(saved_value) if run_of_layer.affine else None
     # The second half of a split backward pass reads the input, and the memory model counts it.
-    keeps_input = at in state.analysis.halved and run_of_layer.keeps_input
-    drops_input = at in state.analysis.last_reads and not keeps_input
+    keeps_input = index in state.analysis.halved and run_of_layer.keeps_input
+    drops_input = index in state.analysis.last_reads and not keeps_input
 
     def run() -> None:
         inputs, weights = [values[number] for number in (x, *carried)], state.weights_of(op.layer, weight)
@@ -71,10 +71,10 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def backward(state: State, at: int, op: Op) -> Instruction:
+def backward(state: State, index: int, op: Op) -> Instruction:
     """Run the whole backward pass. If the tape only adds the weight gradient to an older one, accumulate it there."""
     grad_weight, *outputs = op.outputs
-    layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, at, op)
+    layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, index, op)
     run_backward = _prepare_backward(state, op, outputs)
 
     def run() -> None:
@@ -86,7 +86,7 @@ def backward(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def backward_input(state: State, at: int, op: Op) -> Instruction:
+def backward_input(state: State, index: int, op: Op) -> Instruction:
     """Run the first half of a backward pass: the inputs' gradients. The parameters' gradients are deferred."""
     *outputs, half = op.outputs
     run_backward = _prepare_backward(state, op, outputs)
@@ -99,10 +99,10 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def backward_weight(state: State, at: int, op: Op) -> Instruction:
+def backward_weight(state: State, index: int, op: Op) -> Instruction:
     """Run the second half of a backward pass: the deferred gradients of the parameters."""
     half, grad_weight, values = op.inputs[2], op.outputs[0], state.values
-    layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, at, op)
+    layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, index, op)
 
     def run() -> None:
         deferred: DeferredGradients = values[half]
@@ -117,7 +117,7 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def attend(state: State, at: int, op: Op) -> Instruction:
+def attend(state: State, index: int, op: Op) -> Instruction:
     """Let queries attend to one part of the keys and values."""
     (queries, keys_values), (output,), values = op.inputs, op.outputs, state.values
     part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
@@ -129,7 +129,7 @@ def attend(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def attend_backward(state: State, at: int, op: Op) -> Instruction:
+def attend_backward(state: State, index: int, op: Op) -> Instruction:
     """Compute the gradient of one part of the keys and values, and this part's term of the queries' gradient."""
     (queries, keys_values, attention_output, gradient), outputs, values = op.inputs, op.outputs, state.values
     part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
@@ -150,7 +150,7 @@ def merge(state: State, op: Op) -> Instruction:
     return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
 
 
-def load_state(state: State, at: int, op: Op) -> Instruction:
+def load_state(state: State, index: int, op: Op) -> Instruction:
     """Set the op's output to weights, or to an optimizer state, that this rank keeps from step to step."""
     assert op.holds is not None
     table = state.kept if op.kind is OpKind.LOAD_WEIGHT else state.opt_states
@@ -158,10 +158,10 @@ def load_state(state: State, at: int, op: Op) -> Instruction:
     return lambda: values.__setitem__(output, tensors)
 
 
-def scale(state: State, at: int, op: Op) -> Instruction:
+def scale(state: State, index: int, op: Op) -> Instruction:
     """Multiply a gradient by a factor (see `Factor`), in place if no other op reads the gradient."""
     (operand,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
-    in_place = at in state.analysis.in_place.first_input
+    in_place = index in state.analysis.in_place.first_input
     assert factor is not None
 
     def run() -> None:
@@ -171,7 +171,7 @@ def scale(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def cast(state: State, at: int, op: Op) -> Instruction:
+def cast(state: State, index: int, op: Op) -> Instruction:
     """Cast a value to another dtype. The result has new memory or, if it is a weight with a buffer, this buffer."""
     (operand,), (output,), values = op.inputs, op.outputs, state.values
     dtype, slot = state.dtype(state.specs[output]), state.analysis.slot.get(output)
@@ -185,12 +185,12 @@ def cast(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def zero_gradient(state: State, at: int, op: Op) -> Instruction:
+def zero_gradient(state: State, index: int, op: Op) -> Instruction:
     (output,), values = op.outputs, state.values
     return lambda: values.__setitem__(output, state.memory_for(output).zero_())
 
 
-def load_batch(state: State, at: int, op: Op) -> Instruction:
+def load_batch(state: State, index: int, op: Op) -> Instruction:
     """Load the tokens of some microbatches, concatenated."""
     assert op.holds is not None
     output, values = op.outputs[0], state.values
@@ -201,7 +201,7 @@ def load_batch(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def loss_stats(state: State, at: int, op: Op) -> Instruction:
+def loss_stats(state: State, index: int, op: Op) -> Instruction:
     """Reduce this rank's slice of the logits to the statistics that the loss needs."""
     (x,), (output,), values = op.inputs, op.outputs, state.values
     first = state.first_token(state.specs[x])
@@ -212,7 +212,7 @@ def loss_stats(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def loss(state: State, at: int, op: Op) -> Instruction:
+def loss(state: State, index: int, op: Op) -> Instruction:
     """Add the cross-entropy of the tokens that this op reports to `State.loss`, and compute the logits' gradient.
 
     The gradient is that of the sum over tokens, divided by the step's number of tokens and, in float16, multiplied by
@@ -222,7 +222,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     (x, *stats), values = op.inputs, state.values
     spec = state.specs[x]
     microbatches = spec.microbatches.bit_count()
-    owned = [state.loss_owners[cell] == (state.rank, at) for cell in bits(spec.cells)]
+    owned = [state.loss_owners[cell] == (state.rank, index) for cell in bits(spec.cells)]
     slices = len(owned) // microbatches  # slices of each sequence, whose losses are summed separately
     if spec.whole_sequences and owned == [mine for mine in owned[::slices] for _ in range(slices)]:
         owned, slices = owned[::slices], 1  # no other rank reports any part of the batch
@@ -265,13 +265,13 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     return run_on_slices if stats else run
 
 
-def add(state: State, at: int, op: Op) -> Instruction:
+def add(state: State, index: int, op: Op) -> Instruction:
     """Add two gradients; in place if no other op reads the first one."""
     term = state.specs[op.inputs[0]].form.term
     if term is not None and term.merged:
         return merge(state, op)
     (a, b), (output,), values = op.inputs, op.outputs, state.values
-    fused, in_place = at in state.analysis.in_place.fused, at in state.analysis.in_place.first_input
+    fused, in_place = index in state.analysis.in_place.fused, index in state.analysis.in_place.first_input
 
     def run() -> None:
         if fused:  # BACKWARD has already added its gradient to the older one, so both values are one buffer
@@ -282,11 +282,11 @@ def add(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def free(state: State, at: int, op: Op) -> Instruction:
+def free(state: State, index: int, op: Op) -> Instruction:
     """Drop a value. If it is the input of a layer, also drop the tensors that the layer has saved for its backward."""
     number, values = op.inputs[0], state.values
-    saved_values, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
-    kept_weight = state.analysis.freed_weights.get(at)
+    saved_values, slot = state.analysis.saved_of[number], state.analysis.empties.get(index)
+    kept_weight = state.analysis.freed_weights.get(index)
 
     def run() -> None:
         values[number] = None
@@ -326,9 +326,9 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
 }
 
 
-def gradient_buffer(state: State, at: int, op: Op) -> Callable[[], Tensor]:
+def gradient_buffer(state: State, index: int, op: Op) -> Callable[[], Tensor]:
     """Prepare the buffer of a layer's weight gradient: zeros, or the older gradient to which it is added."""
-    total = state.analysis.in_place.accumulates.get(at)
+    total = state.analysis.in_place.accumulates.get(index)
     number, values = op.outputs[0], state.values
     spec = state.specs[number]
     if number in state.analysis.buckets.first and total is None:

@@ -91,7 +91,7 @@ class Executor:
         self._microbatches = checked.program.microbatches
         self.links = Communicator(checked.program, rank, groups)
         self._waits: dict[int, Wait] = {}
-        self.instructions = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
+        self.instructions = [self._prepare(index, op) for index, op in enumerate(self.state.tape)]
         self.graph = StepGraph(self.state) if settings.cuda_graph else None
 
     def step(self) -> Tensor:
@@ -133,8 +133,8 @@ class Executor:
 
         def run() -> None:
             state.begin()
-            for at, instruction in enumerate(instructions, base):
-                words[0] = at
+            for index, instruction in enumerate(instructions, base):
+                words[0] = index
                 instruction()
             if not state.rehearses:
                 state.keep()
@@ -142,21 +142,21 @@ class Executor:
         run() if graph is None else graph.run(run)
         words[0] = base + len(instructions)
 
-    def _prepare(self, at: int, op: Op) -> Instruction:
+    def _prepare(self, index: int, op: Op) -> Instruction:
         waits, handle = self._waits, op.handle
         if op.kind is OpKind.WAIT:
             return lambda: waits.pop(handle)()
         if op.kind in COMPUTE:
-            return COMPUTE[op.kind](self.state, at, op)
+            return COMPUTE[op.kind](self.state, index, op)
         if op.batch >= 0 and op.kind in COLLECTIVES:
-            return self._prepare_together(at, op)
-        start = START[op.kind](self.state, self.links, at, op)
+            return self._prepare_together(index, op)
+        start = START[op.kind](self.state, self.links, index, op)
         return lambda: waits.__setitem__(handle, start())
 
-    def _prepare_together(self, at: int, op: Op) -> Instruction:
+    def _prepare_together(self, index: int, op: Op) -> Instruction:
         """Prepare an op of a batch of collectives that run as one. The last op of the batch starts all of them."""
         waits, together = self._waits, self.state.analysis.buckets.batches[op.batch]
-        if at != together[-1]:
+        if index != together[-1]:
             return lambda: None
         ops = [self.state.tape[other] for other in together]
         start = START_TOGETHER[op.kind](self.state, self.links, ops)

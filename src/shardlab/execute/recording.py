@@ -245,7 +245,9 @@ class OpTimer:
         self._batches = batches_of(executor.state.tape, COMMUNICATION)
         self._batched = frozenset(chain(*self._batches.values()))
         plain = zip(executor.state.tape, executor.instructions, strict=True)
-        self._timed_instructions = [self._around(at, op, instruction) for at, (op, instruction) in enumerate(plain)]
+        self._timed_instructions = [
+            self._around(index, op, instruction) for index, (op, instruction) in enumerate(plain)
+        ]
 
     def step(self) -> Tensor:
         """Run one step as `Executor.step` does, and record it, even if it fails."""
@@ -265,16 +267,18 @@ class OpTimer:
             self._keep(read_start, read_end)
         return loss
 
-    def _around(self, at: int, op: Op, instruction: Instruction) -> Instruction:
+    def _around(self, index: int, op: Op, instruction: Instruction) -> Instruction:
         now, communicates = self._watch.now, op.kind in COMMUNICATION
-        issued = [at] if self._executor.links.starts_alone(op.peer, op.batch) else self._batches.get(op.batch, [at])
+        issued = (
+            [index] if self._executor.links.starts_alone(op.peer, op.batch) else self._batches.get(op.batch, [index])
+        )
 
         def run() -> None:
-            self._starts[at] = now()
+            self._starts[index] = now()
             if communicates:
                 self._issuing = chain(issued, repeat(issued[-1]))
             instruction()
-            self._ends[at] = now()
+            self._ends[index] = now()
 
         return run
 
@@ -283,27 +287,27 @@ class OpTimer:
 
         It is called for the works of the step in tape order.
         """
-        at = next(self._issuing)
-        wait, completion = self._watch.watch(work, batched=at in self._batched)
-        self._completions[at].append(completion)
+        index = next(self._issuing)
+        wait, completion = self._watch.watch(work, batched=index in self._batched)
+        self._completions[index].append(completion)
         return wait
 
     def _keep(self, read_start: Read, read_end: Read | None) -> None:
         for ops in self._batches.values():  # a single work may be a whole batch
-            for at in ops[1:]:
-                if at in self._starts:
-                    self._completions[at] = self._completions[at] or self._completions[ops[0]]
+            for index in ops[1:]:
+                if index in self._starts:
+                    self._completions[index] = self._completions[index] or self._completions[ops[0]]
         start = read_start()
         if start is None:
             return
         record = StepRecord(start, read_end and read_end())
-        for at, read in self._starts.items():
+        for index, read in self._starts.items():
             moment = read()
             if moment is not None:
-                completions = [completion() for completion in self._completions[at]]
+                completions = [completion() for completion in self._completions[index]]
                 last = max((completion for completion in completions if completion is not None), default=None)
-                end = self._ends.get(at)
-                record.ops[at] = OpTimes(moment, end and end(), None if None in completions else last)
+                end = self._ends.get(index)
+                record.ops[index] = OpTimes(moment, end and end(), None if None in completions else last)
         self.steps.append(record)
 
 
@@ -420,15 +424,15 @@ def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
         if spec.kind in VALUE_CATEGORIES
     ]
 
-    def around(at: int, instruction: Instruction) -> Instruction:
+    def around(index: int, instruction: Instruction) -> Instruction:
         def run() -> None:
-            record.live[at] = _by_category(state, categories, account.live())
+            record.live[index] = _by_category(state, categories, account.live())
             instruction()
 
         return run
 
     plain = executor.instructions
-    executor.instructions = [around(at, instruction) for at, instruction in enumerate(executor.instructions)]
+    executor.instructions = [around(index, instruction) for index, instruction in enumerate(executor.instructions)]
     try:
         with account.tracking():
             return executor.step()

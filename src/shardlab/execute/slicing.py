@@ -18,7 +18,7 @@ Cut = Callable[[Tensor], Tensor]
 Join = Callable[[Sequence[Tensor]], Tensor]
 
 
-def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
+def slice_(state: State, index: int, op: Op) -> Callable[[], None]:
     """Prepare a SLICE. It gives a part of the value's tensor; for an optimizer state, the optimizer of the slice."""
     (operand,), (output,), values = op.inputs, op.outputs, state.values
     whole, part = state.specs[operand], state.specs[output]
@@ -29,7 +29,7 @@ def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
     return lambda: values.__setitem__(output, cut(values[operand]))
 
 
-def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
+def concatenate(state: State, index: int, op: Op) -> Callable[[], None]:
     """Prepare a CONCATENATE, into new memory or into the buffer of a weight."""
     operands, (output,), values = op.inputs, op.outputs, state.values
     whole = state.specs[output]
@@ -120,11 +120,11 @@ def _of_parameters(shapes: Shapes, members: Sequence[Spec]) -> Join:
     runs = [(*run, number) for number, spec in enumerate(members) for run in shapes.ranges(spec.layer, spec.holds)]
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        at = [0] * len(tensors)
+        offsets = [0] * len(tensors)
         pieces: dict[int, Tensor] = {}
         for start, stop, number in runs:
-            pieces[start] = tensors[number][at[number] : at[number] + stop - start]
-            at[number] += stop - start
+            pieces[start] = tensors[number][offsets[number] : offsets[number] + stop - start]
+            offsets[number] += stop - start
         return torch.cat([pieces[start] for start in sorted(pieces)])
 
     return join

@@ -83,7 +83,7 @@ class Analysis:
         self.slots = self._share_buffers()
         self.freed_weights = self._find_freed_weights()
         self.halved = self._find_halved()
-        carried = (self.homes[self.tape[at].outputs[0]] for at in self.kept_weights.copied_updates)
+        carried = (self.homes[self.tape[index].outputs[0]] for index in self.kept_weights.copied_updates)
         self.consecutive_updates = consecutive_updates(self.tape, {self._memory_ends.get(home, -1) for home in carried})
         self.last_reads = last_reads(self.tape, self.specs)
         self.last_copies = last_copies(self.tape, self.specs)
@@ -101,7 +101,7 @@ class Analysis:
 
     def _find_halved(self) -> set[int]:
         forward_of = {
-            op.outputs[-1]: at for at, op in enumerate(self.tape) if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)
+            op.outputs[-1]: index for index, op in enumerate(self.tape) if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)
         }
         return {forward_of[op.inputs[3]] for op in self.tape if op.kind is OpKind.BACKWARD_INPUT}
 
@@ -112,13 +112,13 @@ class Analysis:
         """
         free_from: list[int] = []
         dtypes: list[str] = []
-        for at, op in enumerate(self.tape):
+        for index, op in enumerate(self.tape):
             if op.kind in _BUFFERED and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
                 number, form = op.outputs[0], self.specs[op.outputs[0]].form
                 if number in self.kept_weights.arriving or form.place or op.offset >= 0:
                     continue
                 dtype = form.dtype
-                fits = (i for i, free in enumerate(free_from) if free < at and dtypes[i] == dtype)
+                fits = (i for i, free in enumerate(free_from) if free < index and dtypes[i] == dtype)
                 slot = next(fits, len(free_from))
                 if slot == len(free_from):
                     free_from.append(0)
@@ -133,10 +133,10 @@ def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
     """Return, for each cell of the batch, (rank, index of the op) of the LOSS that reports it: the first LOSS on it."""
     owners: dict[int, tuple[int, int]] = {}
     for rank, tape in enumerate(checked.program.tapes):
-        for at, op in enumerate(tape):
+        for index, op in enumerate(tape):
             if op.kind is OpKind.LOSS:
                 for piece in bits(checked.specs[rank][op.inputs[0]].cells):
-                    owners.setdefault(piece, (rank, at))
+                    owners.setdefault(piece, (rank, index))
     return owners
 
 
@@ -154,12 +154,12 @@ def consecutive_updates(tape: Sequence[Op], barriers: Collection[int] = ()) -> s
     """
     updates: set[int] = set()
     last = -1
-    for at, op in enumerate(tape):
+    for index, op in enumerate(tape):
         if op.kind is OpKind.UPDATE:
             if last >= 0:
                 updates.add(last)
-            last = at
-        elif op.kind is not FREE or at in barriers:
+            last = index
+        elif op.kind is not FREE or index in barriers:
             last = -1
     return updates
 
@@ -201,10 +201,10 @@ class ArenaTensors:
         self.tensors: dict[int, Tensor] = {}
         self.side_by_side: dict[int, Tensor] = {}
         for buffer, begin in arena.buffers:
-            at = wider * begin
+            offset = wider * begin
             for number in buffer.values:  # adjacent by their real sizes: `wider` is too large for some buffers
-                self.tensors[number] = self._at(at, shapes.shape(specs[number]), dtype(specs[number]))
-                at += self.tensors[number].nbytes
+                self.tensors[number] = self._at(offset, shapes.shape(specs[number]), dtype(specs[number]))
+                offset += self.tensors[number].nbytes
             if len(buffer.values) > 1:
                 length, first = sum(len(self.tensors[number]) for number in buffer.values), specs[buffer.values[0]]
                 whole = self._at(wider * begin, (length,), dtype(first))
@@ -304,12 +304,12 @@ class Shapes:
     def places(self, layer: int, holds: Holds, part: Holds) -> list[tuple[int, int]]:
         """Return the (start, stop) ranges of the slices `part` in the tensor of a value with the slices `holds`."""
         places: list[tuple[int, int]] = []
-        at = 0
+        offset = 0
         for start, stop in self.ranges(layer, holds):
             for begin, end in self.ranges(layer, part):
                 if start <= begin and end <= stop:
-                    places.append((at + begin - start, at + end - start))
-            at += stop - start
+                    places.append((offset + begin - start, offset + end - start))
+            offset += stop - start
         return places
 
     def _row_shape(self, spec: Spec) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ MOST_COPIED = 2**20
 """Largest number of bytes of copied gradients (clipped, or in a wider dtype) that may wait for an update."""
 
 
-def norm(state: State, at: int, op: Op) -> Instruction:
+def norm(state: State, index: int, op: Op) -> Instruction:
     """Compute the sum of a gradient's squares in float64. The padding of the gradient's buffer is zero."""
     (gradient,), (output,), values = op.inputs, op.outputs, state.values
 
@@ -36,7 +36,7 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
 
 
-def direction(state: State, at: int, op: Op) -> Instruction:
+def direction(state: State, index: int, op: Op) -> Instruction:
     """Compute the direction of the update of the rank's slice (see `Slice.direction`). The weights do not change."""
     (gradient, opt_state, *norms), (output,), values = op.inputs, op.outputs, state.values
     cut_gradient = _own_gradient(state, op, gradient, opt_state)
@@ -49,20 +49,20 @@ def direction(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def update(state: State, at: int, op: Op) -> Instruction:
+def update(state: State, index: int, op: Op) -> Instruction:
     """Update the rank's slice in place, in one call with the updates that follow immediately."""
     (gradient, weight, opt_state, *others), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
     holds, cut_gradient = state.specs[opt_state].holds, _own_gradient(state, op, gradient, opt_state)
     norms = [number for number in others if state.specs[number].kind is Kind.SCALAR]
     whole = [number for number in others if number not in norms]
     ranges = [state.shapes.ranges(op.layer, state.specs[number].holds) for number in whole]
-    slot = state.analysis.empties.get(at)
-    key = state.analysis.kept_weights.copied_updates.get(at)
+    slot = state.analysis.empties.get(index)
+    key = state.analysis.kept_weights.copied_updates.get(index)
     own_places = state.shapes.places(op.layer, state.specs[weight].holds, holds) if key is not None else ()
     kept_at = (
-        state.shapes.places(op.layer, key[1], holds) if key and at in state.analysis.kept_weights.refreshed else ()
+        state.shapes.places(op.layer, key[1], holds) if key and index in state.analysis.kept_weights.refreshed else ()
     )
-    is_followed = at in state.analysis.consecutive_updates
+    is_followed = index in state.analysis.consecutive_updates
 
     def step(part: Slice) -> None:
         own_gradient = cut_gradient()

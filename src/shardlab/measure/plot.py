@@ -112,11 +112,11 @@ def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Comparison]]) 
     for row, (_, compared) in enumerate(pairs):
         unit = median(compared.theirs.seconds)
         for y, side in ((row - 0.2, compared.ours), (row + 0.2, compared.theirs)):
-            at = 0.0
+            left_edge = 0.0
             for name, color, part in zip(Parts._fields, COLORS, side.parts(compared.plain), strict=True):
                 label = name if row == 0 and side is compared.ours else None
-                axis.barh(y, max(0.0, part) / unit, 0.36, at, color=color, label=label)
-                at += max(0.0, part) / unit
+                axis.barh(y, max(0.0, part) / unit, 0.36, left_edge, color=color, label=label)
+                left_edge += max(0.0, part) / unit
         low, middle, high = compared.ratio
         axis.errorbar(middle, row - 0.2, xerr=[[middle - low], [high - middle]], fmt="o", ms=3, color="#24292f")
     axis.axvline(1.0, lw=0.8, color="0.5")

@@ -100,4 +100,4 @@ class Race:
         if far is None:
             return [*active]
         fastest = min(median(job_times) for job_times in times)
-        return [at for at in active if at in self.always or median(times[at]) < far * fastest]
+        return [index for index in active if index in self.always or median(times[index]) < far * fastest]

@@ -80,7 +80,9 @@ class Audit:
         for result in self._results[executor.state.rank]:
             mine[result.op].append(result)
         plain = enumerate(zip(executor.state.tape, executor.instructions, strict=True))
-        self._instructions = [self._recording(run, mine[at]) if op.kind in COMPARED else run for at, (op, run) in plain]
+        self._instructions = [
+            self._recording(run, mine[index]) if op.kind in COMPARED else run for index, (op, run) in plain
+        ]
 
     def find_fault(self) -> str:
         """Compare the ranks, and return a clause that names the ranks that differ; empty if none does."""
@@ -171,7 +173,9 @@ def copy_of(state: State, replica: Replica) -> Tensor:
             missing = Holds(missing_pieces.mask & ~mine.mask, mine.of)
             starts = [start for start, _ in state.shapes.ranges(layer, shared)]
             ranges = state.shapes.places(layer, key[1], shared)
-            parts += [(at, state.kept[key][start:stop]) for at, (start, stop) in zip(starts, ranges, strict=True)]
+            parts += [
+                (offset, state.kept[key][start:stop]) for offset, (start, stop) in zip(starts, ranges, strict=True)
+            ]
     return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])])
 
 

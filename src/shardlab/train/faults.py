@@ -457,10 +457,10 @@ class TapeWaits:
     @staticmethod
     def _is_round_pending(rank: int, positions: Mapping[int, TapePosition | None], tape_round: int) -> bool:
         """Return whether a rank has not ended a round (`TapePosition.round`) yet."""
-        at = positions[rank]
-        if at is None or at.round != tape_round:
-            return at is None or at.round < tape_round
-        return at.op < at.length
+        position = positions[rank]
+        if position is None or position.round != tape_round:
+            return position is None or position.round < tape_round
+        return position.op < position.length
 
 
 def op_text(checked: Checked, rank: int, op: Op) -> str:

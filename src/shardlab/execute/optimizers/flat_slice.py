@@ -120,11 +120,11 @@ class Slice:
         self._parts: list[SteppedRun] = []
         self._matrices: dict[WholeMatrix, list[SteppedRun]] = defaultdict(list)
         roles: list[list[Tensor]] = [[], [], []]
-        at = 0
+        offset = 0
         for run, (start, stop) in zip(self.exact or weights, self._ranges, strict=True):
             inner = {place for place in edges if start < place < stop}
             for begin, end in pairwise(sorted({start, stop} | inner)):
-                leaf, bounds = run[begin - start : end - start].detach(), (at + begin - start, at + end - start)
+                leaf, bounds = run[begin - start : end - start].detach(), (offset + begin - start, offset + end - start)
                 matrix_runs = (
                     SteppedRun(leaf, *bounds, m, i, begin - first)
                     for first, last, m, i in runs
@@ -137,7 +137,7 @@ class Slice:
                 roles[2 if part.matrix else 0 if decays else 1].append(leaf)
                 if part.matrix:
                     self._matrices[part.matrix].append(part)
-            at += len(run)
+            offset += len(run)
         self.optimizers = torch_optimizers(config, *roles)
         self._muon = next((optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon)), None)
         self.dropped: Tensor | None = None  # (), 1 if the update must drop the gradient of `take`; None: it need not
@@ -320,12 +320,12 @@ class Direction(NamedTuple):
         """Return the direction of a whole matrix, assembled from its pieces."""
         pieces: list[Tensor] = []
         for begin in matrix.starts:
-            at = 0
+            offset = 0
             for start, stop in self.ranges:
                 if start <= begin < stop:
-                    place = at + begin - start
+                    place = offset + begin - start
                     pieces.append(self.flat[place : place + matrix.size].view(matrix.piece))
-                at += stop - start
+                offset += stop - start
         return torch.cat(pieces, matrix.dim)
 
 

@@ -192,8 +192,8 @@ def show_rank(
     if everyone is None:
         return None
     return [
-        TensorStates(case, [list(column) for column in zip(*(theirs[at] for theirs in everyone), strict=True)])
-        for at, case in enumerate(cases)
+        TensorStates(case, [list(column) for column in zip(*(theirs[index] for theirs in everyone), strict=True)])
+        for index, case in enumerate(cases)
     ]
 
 

@@ -298,19 +298,19 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
     began = time.perf_counter()
     executors = [_executor(job, world, groups, turns) for job in jobs]
     active = list(range(len(jobs)))
-    for at in active:
-        executors[at].step()  # allocates memory, and opens connections
+    for index in active:
+        executors[index].step()  # allocates memory, and opens connections
     choose_products(device)
     times: list[list[float]] = [[] for _ in jobs]
     for number in range(turns.rounds):
-        for at in active[:: 1 if number % 2 else -1]:
-            executors[at].step()
+        for index in active[:: 1 if number % 2 else -1]:
+            executors[index].step()
             world.meet()
             start = time.perf_counter()
-            executors[at].step()
+            executors[index].step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times[at].append(world.max(time.perf_counter() - start))
+            times[index].append(world.max(time.perf_counter() - start))
         active = turns.select_jobs(active, times)
         if world.max(time.perf_counter() - began) > turns.seconds:
             break

@@ -101,7 +101,7 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
                 f"recompute {plan.recompute} keeps one input of {number} blocks, but of a mixture of experts only the "
                 "experts are computed again; give full, or the numbers of blocks"
             )
-        for group in (runs[at : at + number] for at in range(0, len(runs), number)):
+        for group in (runs[index : index + number] for index in range(0, len(runs), number)):
             run_by_end[group[-1][-1]] = range(group[0].start, group[-1].stop)
     return run_by_end
 
@@ -132,10 +132,16 @@ class _Resolver:
         first = steps.microbatches * self.slice(BATCH_AXES)[0]
         units = plan.bounds(model.pipeline_units, model.units_text)
         stages = tuple(range(*cuts) for cuts in pairwise(model.pipeline_cuts[unit] for unit in units))
-        own_stages = tuple(stage for stage, at in enumerate(steps.ranks_of_stages) if at == self.place["pp"])
+        own_stages = tuple(
+            stage for stage, pipeline_rank in enumerate(steps.ranks_of_stages) if pipeline_rank == self.place["pp"]
+        )
         layers = [layer for stage in own_stages for layer in stages[stage]]
         pipeline = plan.mesh.group(self.rank, "pp").ranks
-        ranks = [pipeline[at] for at, stage in zip(steps.ranks_of_stages, stages, strict=True) for _ in stage]
+        ranks = [
+            pipeline[pipeline_rank]
+            for pipeline_rank, stage in zip(steps.ranks_of_stages, stages, strict=True)
+            for _ in stage
+        ]
         weightless = tuple(layer for layer in layers if not self.sizes.weights[model.layers[layer].weight])
         weights = self.weights([layer for layer in layers if layer not in weightless], ranks)
         frozen = self.frozen()

@@ -86,12 +86,12 @@ class ParameterGatherer(Generic[V]):
                 full = await rank.all_gather(full, axis=axis)
             if is_kept:
                 rank.weights[layer, "full"] = full
-        at = self._at
-        while not self._explicit and at < len(self._uses) and self._uses[at].run <= run + 1:
-            ahead = self._uses[at].layer
+        index = self._at
+        while not self._explicit and index < len(self._uses) and self._uses[index].run <= run + 1:
+            ahead = self._uses[index].layer
             if ahead != layer and ahead not in self._in_flight and (ahead, "full") not in rank.weights:
                 self._in_flight[ahead] = self._gather(ahead)
-            at += 1
+            index += 1
         return full
 
     def _gather(self, layer: int) -> Awaitable[V]:

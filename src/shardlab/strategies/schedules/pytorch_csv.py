@@ -256,17 +256,17 @@ class Table:
 
     def check_progress(self) -> None:
         """Check that all ranks reach the ends of their rows if they run in parallel and wait for each other."""
-        at = [0] * len(self.rows)
+        positions = [0] * len(self.rows)
         finished: set[str] = set()
         progress = True
         while progress:
             progress = False
             for rank, row in enumerate(self.rows):
-                while at[rank] < len(row) and self._ready(row[at[rank]], finished):
-                    finished.add(row[at[rank]].word)
-                    at[rank] += 1
+                while positions[rank] < len(row) and self._ready(row[positions[rank]], finished):
+                    finished.add(row[positions[rank]].word)
+                    positions[rank] += 1
                     progress = True
-        stuck = [row[i] for row, i in zip(self.rows, at, strict=True) if i < len(row)]
+        stuck = [row[i] for row, i in zip(self.rows, positions, strict=True) if i < len(row)]
         if stuck:
             others = ", ".join(f"{cell.word} (row {cell.row}, column {cell.column})" for cell in stuck[1:])
             raise stuck[0].refuse(f"the schedule cannot go on: this and {others} wait for each other")
@@ -470,17 +470,17 @@ def _insert_messages(row: Sequence[ShardedStep], with_messages: Sequence[Step]) 
     The output of an action is sent before any other step, because another rank waits for it.
     """
     merged: list[ShardedStep] = []
-    at = 0
+    index = 0
     for step in row:
         if not isinstance(step, Action):
             merged.append(step)
             continue
-        end = with_messages.index(step, at) + 1
+        end = with_messages.index(step, index) + 1
         while end < len(with_messages) and isinstance(with_messages[end], Send):
             end += 1
-        merged += with_messages[at:end]
-        at = end
-    return [*merged, *with_messages[at:]]
+        merged += with_messages[index:end]
+        index = end
+    return [*merged, *with_messages[index:]]
 
 
 def _sharded(row: Sequence[ShardedStep]) -> Sequence[ShardedStep]:

@@ -181,15 +181,15 @@ def insert_messages(
     Raises:
         UserError: if an action waits for a later one.
     """
-    at = [0] * len(rank_actions)
+    positions = [0] * len(rank_actions)
     steps: list[list[Step]] = [[] for _ in rank_actions]
     finished: set[PassKey] = set()
-    while any(place < len(actions) for place, actions in zip(at, rank_actions, strict=True)):
+    while any(place < len(actions) for place, actions in zip(positions, rank_actions, strict=True)):
         progress = False
         for rank, actions in enumerate(rank_actions):
-            while at[rank] < len(actions) and finished.issuperset(_needs(actions[at[rank]], stages)):
-                action = actions[at[rank]]
-                at[rank] += 1
+            while positions[rank] < len(actions) and finished.issuperset(_needs(actions[positions[rank]], stages)):
+                action = actions[positions[rank]]
+                positions[rank] += 1
                 progress = True
                 steps[rank].append(action)
                 if isinstance(action, BackwardWeight):
@@ -203,7 +203,7 @@ def insert_messages(
         if not progress:
             stuck = ", ".join(
                 f"rank {rank} at {actions[place]}"
-                for rank, (place, actions) in enumerate(zip(at, rank_actions, strict=True))
+                for rank, (place, actions) in enumerate(zip(positions, rank_actions, strict=True))
                 if actions[place:]
             )
             raise UserError(

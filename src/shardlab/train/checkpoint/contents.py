@@ -172,8 +172,8 @@ def parse_pieces(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], l
             shape = [*piece["shape"], 1] if vector else piece["shape"]
             numbers = [*numbers, one] if vector else numbers
             experts, rows, columns = [one, *numbers] if len(numbers) == 2 else numbers
-            at = ParameterPiece(layer, piece["start"], shape[-2], shape[-1], (experts, rows, columns))
-            parameters[piece["block"], piece["name"]].append(at)
+            parameter_piece = ParameterPiece(layer, piece["start"], shape[-2], shape[-1], (experts, rows, columns))
+            parameters[piece["block"], piece["name"]].append(parameter_piece)
     return parameters
 
 
@@ -259,11 +259,11 @@ def header_of(
         metadata: further texts by name. transformers requires that "format" is "pt".
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
+    offset = 0
     for name, (dtype, shape) in tensors.items():
-        end = at + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % ALIGNMENT)
     return len(encoded).to_bytes(8, "little") + encoded

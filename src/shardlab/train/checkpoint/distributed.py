@@ -258,10 +258,10 @@ class _Rows(DefaultSavePlanner):
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         self._last = rows = torch.empty(chunk.sizes, dtype=write_item.tensor_data.properties.dtype)
-        at = 0
+        row = 0
         for piece in self._tensors[write_item.index.fqn].pieces(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
-            rows[at : at + len(piece)] = piece
-            at += len(piece)
+            rows[row : row + len(piece)] = piece
+            row += len(piece)
         return rows
 
 

@@ -254,15 +254,15 @@ class CheckpointTensors:
     def _range(self, layer: int, start: int, stop: int) -> Iterator[Tensor]:
         """Yield a range of a layer's flat buffer in consecutive parts, each from the file that has it."""
         ranges: Sequence[tuple[int, int, str, str]] = self._checkpoint.ranges.get((self._kind, layer), ())
-        at = bisect_right(ranges, start, key=lambda entry: entry[0]) - 1
+        index = bisect_right(ranges, start, key=lambda entry: entry[0]) - 1
         while start < stop:
-            if not 0 <= at < len(ranges) or not ranges[at][0] <= start < ranges[at][1]:
+            if not 0 <= index < len(ranges) or not ranges[index][0] <= start < ranges[index][1]:
                 raise UserError(f"{self._checkpoint.folder} lacks {self._kind} of layer {layer} from element {start}")
-            begin, end, file, name = ranges[at]
+            begin, end, file, name = ranges[index]
             part = self._opened(file).read(name, slice(start - begin, min(stop, end) - begin))
             self.bytes_read += part.nbytes
             yield part
-            start, at = min(stop, end), at + 1
+            start, index = min(stop, end), index + 1
 
     def _opened(self, file: str) -> TensorFiles:
         if file not in self._files:

@@ -325,8 +325,8 @@ class PieceBoundaries:
         last = np.frombuffer(self.documents, np.int64)
         inner = (boundaries[last] > start) & (boundaries[last] < stop)
         starts = boundaries[last][inner]
-        at = [self._bytes_before(place, tokens, tokenizer) for place in (start, stop)]
-        bytes_at = np.concatenate([at[:1], sizes[last][inner], at[1:]])
+        byte_offsets = [self._bytes_before(place, tokens, tokenizer) for place in (start, stop)]
+        bytes_at = np.concatenate([byte_offsets[:1], sizes[last][inner], byte_offsets[1:]])
         return TokenRun(tokens[start:stop], starts - start, np.diff(bytes_at))
 
     def _bytes_before(self, token: int, tokens: Tokens, tokenizer: Tokenizer) -> int:
