@@ -131,7 +131,7 @@ def test_a_function_that_helps_with_a_plan_hides_no_program(tmp_path: Path) -> N
     ("returned", "sentence"),
     [
         ("3", r"mine in \S+any\.py returned 3; return a Plan"),
-        ("Plan(Mesh(dp=3))", r"any\.py:4 cannot be run: TypeError"),
+        ("Plan(Mesh(dp=3))", r"any\.py:4: there is no argument 'dp'; did you mean dp_shard\?"),
         ("Plan(passes='buckte=1')", r"any\.py:4: there is no pass 'buckte=1'|did you mean bucket\?"),
     ],
 )
