@@ -240,7 +240,10 @@ def _differs_in_two_dims(specs: Sequence[Spec]) -> Why | None:
 
 
 def _share(spec: Spec) -> Fraction:
-    """Return the fraction of the whole that a value holds: of the parameters, or of the batch and its cut indices."""
+    """Return the fraction of the whole that a value holds.
+
+    It is a fraction of the parameters; or that of the batch's cells, times that of each cut index, such as heads.
+    """
     if spec.kind in ROW_KINDS:
         return Fraction(spec.cells.bit_count(), spec.form.space.cells) * fraction_of_pieces(spec.form)
     return Fraction(spec.holds.pieces, spec.holds.of)

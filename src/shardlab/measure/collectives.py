@@ -307,7 +307,7 @@ def _send_recv(elements: int, team: Team) -> CollectiveCase:
 
 
 class MeasuringRanks:
-    """This rank of the world, with its teams and reductions over all ranks.
+    """One rank's view of the world: it splits ranks into process groups, and reduces numbers over all ranks.
 
     Args:
         rank: number of the rank.

@@ -207,7 +207,7 @@ def _is_model(member: object) -> TypeGuard[Blocks | type[Blocks]]:
 
 
 def _is_own(member: object) -> bool:
-    """Return whether an object is a model that the file defines, and not one that it imports."""
+    """Return whether an object is a model, or a class of models, other than the built-in architectures."""
     return _is_model(member) and member not in ARCHITECTURES.values()
 
 

@@ -109,7 +109,7 @@ def _recompute_text(plan: Plan, blocks: int) -> str:
     return {
         "none": "nothing computed again",
         "selective": "attention's scores computed again",
-        "per-op": "all computed again but attention's result and every second matrix product",
+        "per-op": "everything recomputed but attention's result and every second matrix product",
         "full": "every block computed again in the backward pass",
     }[plan.recompute]
 

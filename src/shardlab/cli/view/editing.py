@@ -1,6 +1,7 @@
 """Editors of `shardlab view --edit`, which check each version of a schedule or a program.
 
-An editor has a starting text, and judges any version of it: whether it is right, why not, and the step that it gives.
+An editor has a starting text and checks each version of it. The result (`Judgement`) says whether the version is
+accepted, and contains the error if it is not, or the simulated step if it is.
 `ScheduleEditor` edits the actions of a pipeline's ranks, as a CSV text of PyTorch. `ProgramEditor` edits a file with a
 strategy. `ScheduleLevel` and `ProgramLevel` do the same for an exercise of the course, with its goals (`level_editor`).
 """

@@ -175,15 +175,16 @@ class ScheduleProblem:
     def _time_in_memory(self, rank: int, bound: float) -> float:
         """Return a lower bound of the time of a rank that follows from its memory limit.
 
-        The bound compares products of memory and time. The sum over all microbatches of each activation times the time
-        for which it must be held (`used`) cannot exceed the limit times the time of the step. Moreover, a part of the
-        limit times the time cannot be used. No memory is held before the rank's first forward pass (`head`). While the
-        input halves of earlier stages end the step (`tail`), only weight halves hold memory. Memory fills no faster
-        than forward passes run, and empties no faster than backward passes run (`unused`). Therefore
+        An area is memory times time. The area that the activations of all microbatches occupy (`used`) cannot exceed
+        the available area, which is the limit times the time of the step. A part of the available area cannot be
+        occupied. No memory is held before the rank's first forward pass (`head`). While the input halves of earlier
+        stages end the step (`tail`), only weight halves of this rank hold memory. Memory fills no faster than forward
+        passes run, and empties no faster than backward passes run (`unused`). Therefore
 
-            used + unused <= limit * (step - head - tail) + the part of weight halves in the tail
+            used + unused <= limit * (step - head - tail) + area of weight halves in the tail
 
-        For the objective span, the step is the longest span of a rank, and there is neither head nor tail.
+        The last term is at most limit * tail, and at most the area of all weight halves of the rank. For the objective
+        span, the step is the longest span of a rank, and there is neither head nor tail.
 
         Args:
             rank: number of the rank.

@@ -285,7 +285,7 @@ def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: 
 
 
 def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRange]:
-    """Yield the moments of the optimizers of a slice: state tensors that are shaped as what they update."""
+    """Yield the moments of a slice's optimizers: state tensors with the shape of the tensor that they belong to."""
     starts = {leaf: start for start, leaf in part.leaves}
     for optimizer in part.optimizers:
         for leaf, moments in optimizer.state.items():

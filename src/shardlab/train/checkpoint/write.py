@@ -104,7 +104,7 @@ def remove_shard(part: Path, rank: int) -> None:
 
 
 def checksum_of(manifest: Mapping[str, Any]) -> str:
-    """Return the checksum of a manifest without its entry `sha256`, which records this checksum."""
+    """Return the checksum of a manifest, which must not have its entry `sha256` yet: this checksum is stored there."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
