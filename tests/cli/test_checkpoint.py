@@ -35,9 +35,9 @@ def run(ranks: World, tmp_path: Path) -> Path:
 
 def harm(run: Path) -> Path:
     path = run / "checkpoints" / "step-000005" / "rank-0001.safetensors"
-    found = bytearray(path.read_bytes())
-    found[-1] ^= 1
-    path.write_bytes(found)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
     return path
 
 
@@ -47,9 +47,9 @@ def test_a_run_s_checkpoints_are_listed(run: Path, capsys: Captured) -> None:
     assert [line.split()[:3] for line in lines[1:3]] == [["4", "fsdp", "2"], ["5", "fsdp", "2"]]
     assert lines[3] == f"resume with: shardlab train --resume {run}"
     assert main(["checkpoint", "ls", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [row["step"] for row in found] == [4, 5]
-    assert found[0]["kinds"] == ["exp_avg", "exp_avg_sq", "weights"]
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["step"] for row in rows] == [4, 5]
+    assert rows[0]["kinds"] == ["exp_avg", "exp_avg_sq", "weights"]
 
 
 def test_a_flipped_bit_is_found_and_named(run: Path, capsys: Captured) -> None:
@@ -64,9 +64,9 @@ def test_a_flipped_bit_is_found_and_named(run: Path, capsys: Captured) -> None:
 
 def test_whole_weights_are_those_that_the_run_has_written(run: Path, tmp_path: Path, capsys: Captured) -> None:
     assert main(["checkpoint", "convert", str(run), str(tmp_path / "whole"), "--to", "shardlab"]) == 0
-    found, wanted = (load_file(folder / "weights.safetensors") for folder in (tmp_path / "whole", run))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    weights, expected = (load_file(folder / "weights.safetensors") for folder in (tmp_path / "whole", run))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert main(["checkpoint", "convert", str(run), str(tmp_path / "hf"), "--step", "4"]) == 0
     assert (tmp_path / "hf" / "config.json").is_file()
 
@@ -74,11 +74,11 @@ def test_whole_weights_are_those_that_the_run_has_written(run: Path, tmp_path: P
 def test_a_checkpoint_is_where_other_runs_may_begin(run: Path) -> None:
     for layer in range(MODEL.layers):
         ranges = [(0, MODEL.layout(layer).numel)]
-        found, wanted = (
+        weights, expected = (
             initial_from(folder, MODEL)(layer, MODEL.layout(layer).numel, ranges, torch.float32)
             for folder in (run / "checkpoints" / "step-000005", run)
         )
-        assert torch.equal(found, wanted)
+        assert torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize(

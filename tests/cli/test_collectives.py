@@ -47,10 +47,10 @@ def test_what_real_processes_did_is_printed_in_the_order_of_ranks(capsys: Captur
 @pytest.mark.starts_ranks
 def test_all_of_them_as_json(capsys: Captured) -> None:
     assert main(["collectives", "show", "all", "--ranks", "2", "--root", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in found["collectives"]] == list(NAMES)
-    assert {each["name"]: each["same"] for each in found["same"]} == dict.fromkeys(PAIRS, True)
-    broadcast = found["collectives"][0]
+    report = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in report["collectives"]] == list(NAMES)
+    assert {row["name"]: row["same"] for row in report["same"]} == dict.fromkeys(PAIRS, True)
+    broadcast = report["collectives"][0]
     assert (broadcast["before"], broadcast["after"]) == ([None, [10, 11]], [[10, 11], [10, 11]])
 
 

@@ -46,11 +46,11 @@ def write_profile(machine: Machine | None = None, path: Path | None = None) -> N
 def written(folder: Path, *, whole: bool = True) -> Checked:
     """A run whose steps took three times what the puzzles' costs say."""
     checked = JOB.checked()
-    found: dict[int, RankRecord] = records(checked, 3.0, 3.0, costs=PUZZLE_COSTS)
+    rank_records: dict[int, RankRecord] = records(checked, 3.0, 3.0, costs=PUZZLE_COSTS)
     if whole:
-        write_trace(folder, job_as_dict(JOB), checked, found)
+        write_trace(folder, job_as_dict(JOB), checked, rank_records)
     else:
-        write_rank(folder, job_as_dict(JOB), checked.program.fingerprint(), found[1])
+        write_rank(folder, job_as_dict(JOB), checked.program.fingerprint(), rank_records[1])
     return checked
 
 
@@ -226,7 +226,7 @@ def run_of(folder: Path, first: float, **record: object) -> Path:
     times = {"dt": 0.5, "tps": 200.0, "learning_rate": 0.1, "mfu": None, "memory": 2**20, "memory_max": 2**21}
     records = [{"step": step, "loss": first - step, "grad_norm": None, **times} for step in range(0, 6, 2)]
     records[1]["validation_loss"] = first + 1
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics) + "\n" for metrics in records))
     return folder
 
 

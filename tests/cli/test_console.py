@@ -125,7 +125,7 @@ def test_every_command_that_is_suggested_exists_and_no_name_for_it_is_a_command(
         command, *options = meaning.split(" --")
         assert command in COMMANDS or command.split()[0] in COMMANDS
         assert not set(names.split()) & set(COMMANDS)
-        kind = next((each for each in EMPTY if command == type(each).__name__.lower()), None)
+        kind = next((candidate for candidate in EMPTY if command == type(candidate).__name__.lower()), None)
         assert not options or (kind is not None and options[0] in option_values(kind)), meaning
     own = subcommand_names(Learn)
     for meaning, names in help_tables()["peer commands of shardlab learn"].items():
@@ -200,15 +200,15 @@ def test_a_word_that_does_not_fit_is_one_plain_sentence_also_in_a_terminal(
 
 def kinds_by_line() -> dict[str, type[Any]]:
     """Every command, and every command of a command, by its words."""
-    found: dict[str, type[Any]] = {}
+    kinds: dict[str, type[Any]] = {}
     for name, kind in COMMANDS.items():
         if "what" in (hints := get_type_hints(kind, include_extras=True)):
-            for each in get_args(get_args(hints["what"])[0]):
-                command, subcommand = get_args(each)
-                found[f"{name} {subcommand.name}"] = command
+            for annotation in get_args(get_args(hints["what"])[0]):
+                command, subcommand = get_args(annotation)
+                kinds[f"{name} {subcommand.name}"] = command
         else:
-            found[name] = kind
-    return found
+            kinds[name] = kind
+    return kinds
 
 
 KINDS = kinds_by_line()
@@ -216,15 +216,15 @@ KINDS = kinds_by_line()
 
 def options_of(kind: type[Any]) -> set[str]:
     """The options of a command, from its fields."""
-    found: set[str] = set()
+    options: set[str] = set()
     hints = get_type_hints(kind, include_extras=True)
-    for each in fields(kind):
-        about = get_args(hints[each.name])[1:]
-        if is_dataclass(each.default):
-            found |= options_of(type(each.default))
+    for field in fields(kind):
+        about = get_args(hints[field.name])[1:]
+        if is_dataclass(field.default):
+            options |= options_of(type(field.default))
         elif tyro.conf.Positional not in about and tyro.conf.Suppress not in about:
-            found.add(f"--{each.name.replace('_', '-')}")
-    return found
+            options.add(f"--{field.name.replace('_', '-')}")
+    return options
 
 
 @pytest.fixture(autouse=True)
@@ -292,9 +292,9 @@ def test_the_list_of_commands_has_a_sentence_for_each(capsys: Captured) -> None:
     text = help_of("", capsys)
     shown = " ".join(text.split())
     for name, kind in COMMANDS.items():
-        paragraphs = [" ".join(each.split()) for each in (kind.__doc__ or "").split("\n\n")]
+        paragraphs = [" ".join(paragraph.split()) for paragraph in (kind.__doc__ or "").split("\n\n")]
         assert f"• {name} {paragraphs[0]}" in shown
-        assert all(each not in shown for each in paragraphs[1:] if each)
+        assert all(paragraph not in shown for paragraph in paragraphs[1:] if paragraph)
 
 
 @pytest.mark.parametrize("words", ["train --steps x --help", "train --compile --help", "submit --help -- train"])
@@ -319,7 +319,7 @@ def test_a_job_that_is_asked_for_help_is_no_question_for_help_of_submit(capsys: 
 
 
 def test_required_options_are_shown_as_such(capsys: Captured) -> None:
-    assert any(each.default is MISSING for each in fields(KINDS["data prepare"]))
+    assert any(field.default is MISSING for field in fields(KINDS["data prepare"]))
     assert "--out FOLDER" in help_of("data prepare", capsys)
     assert "(required)" in help_of("data prepare", capsys)
 

@@ -64,7 +64,7 @@ def test_a_run_goes_to_torchtitan_and_back(folder: Path, capsys: Captured) -> No
     assert "name it, as by shardlab convert --model llama3-8b" in capsys.readouterr().err
     flags = ["--model", "llama", "--layers", "2", "--hidden-size", "16", "--heads", "2", "--seq-len", "8"]
     assert main(["convert", "dcp", "back", *flags]) == 0
-    ours, back = (load_file(folder / each / "weights.safetensors") for each in ("llama", "back"))
+    ours, back = (load_file(folder / subfolder / "weights.safetensors") for subfolder in ("llama", "back"))
     assert ours.keys() == back.keys()
     assert all(ours[name].equal(back[name]) for name in ours)
     files = DistributedFiles(folder / "dcp")
@@ -96,23 +96,23 @@ def test_an_export_knows_which_token_ends_a_document_and_has_every_file_of_its_t
     assert main(["convert", "hf", "back"]) == 0
     assert main(["convert", "back", "again"]) == 0
     for name, content in tokenizer.files().items():
-        for each in ("hf", "back", "again"):
-            assert (folder / each / name).read_bytes() == content
+        for subfolder in ("hf", "back", "again"):
+            assert (folder / subfolder / name).read_bytes() == content
 
 
 def test_the_end_that_only_a_model_s_configuration_names_survives_conversions(folder: Path) -> None:
-    made = byte_level(["<a>", "<b>"], first=True)
+    library_tokenizer = byte_level(["<a>", "<b>"], first=True)
     model = GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=258)
-    random_run(folder / "words", model, tokenizer=HuggingFace(made.to_str().encode()))
+    random_run(folder / "words", model, tokenizer=HuggingFace(library_tokenizer.to_str().encode()))
     assert main(["convert", "words", "hf"]) == 0
     config = json.loads((folder / "hf" / "config.json").read_text())
     assert config["eos_token_id"] is None
     (folder / "hf" / "config.json").write_text(json.dumps(config | {"eos_token_id": 1}))
     assert main(["convert", "hf", "back"]) == 0
     for name in ("hf", "back"):
-        found = find_tokenizer(folder / name)
-        assert found is not None
-        assert found.end == 1
+        tokenizer = find_tokenizer(folder / name)
+        assert tokenizer is not None
+        assert tokenizer.end == 1
 
 
 def test_flags_change_the_model(folder: Path, capsys: Captured) -> None:

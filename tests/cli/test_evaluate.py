@@ -37,16 +37,16 @@ def evaluated(capsys: Captured, *arguments: str, data: str = "text") -> dict[str
 
 @pytest.mark.usefixtures("folder")
 def test_every_byte_but_the_first_is_predicted_once_and_equally_under_every_strategy(capsys: Captured) -> None:
-    found = evaluated(capsys, "run")
-    assert found["tokens"] == len(TEXT) - 1
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+    result = evaluated(capsys, "run")
+    assert result["tokens"] == len(TEXT) - 1
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2))
     assert main(["convert", "run", "hf"]) == 0
     capsys.readouterr()
     for words in (["hf"], ["run", "--strategy", "fsdp", "--ranks", "2"], ["run", "--pp", "2"], ["run", "--cp", "2"]):
         other = evaluated(capsys, *words)
-        assert other["loss"] == pytest.approx(found["loss"], rel=1e-6)
-        assert other["tokens"] == found["tokens"]
+        assert other["loss"] == pytest.approx(result["loss"], rel=1e-6)
+        assert other["tokens"] == result["tokens"]
 
 
 @pytest.mark.usefixtures("folder")
@@ -59,12 +59,12 @@ def test_some_batches_and_shorter_sequences_are_evaluated_on_request(capsys: Cap
 
 def test_documents_are_evaluated_separately_and_by_the_tokenizer_of_the_weights(folder: Path, capsys: Captured) -> None:
     documents = [TEXT.decode()[:40], TEXT.decode()[60:75]]
-    (folder / "two.jsonl").write_text("".join(json.dumps({"body": each}) + "\n" for each in documents))
+    (folder / "two.jsonl").write_text("".join(json.dumps({"body": document}) + "\n" for document in documents))
     for name, document in zip("ab", documents, strict=True):
         (folder / name).write_text(document)
-    both, *each = (evaluated(capsys, "run", data=data) for data in ("two.jsonl --field body", "a", "b"))
-    assert both["tokens"] == both["bytes"] == 39 + 14
-    assert both["total"] == pytest.approx(each[0]["total"] + each[1]["total"], rel=1e-6)
+    joint, *separate = (evaluated(capsys, "run", data=data) for data in ("two.jsonl --field body", "a", "b"))
+    assert joint["tokens"] == joint["bytes"] == 39 + 14
+    assert joint["total"] == pytest.approx(separate[0]["total"] + separate[1]["total"], rel=1e-6)
 
 
 def test_a_prepared_folder_gives_what_its_text_does(folder: Path, capsys: Captured) -> None:
@@ -94,12 +94,12 @@ def test_documents_of_many_lengths_are_evaluated_as_if_all_were_padded(
     lines = [json.dumps({"text": TEXT.decode()[:length]}) + "\n" for length in lengths]
     (folder / "a.jsonl").write_text("".join(lines))
     options = ("long", "--micro-batch-size", "1", "--microbatches", "2")
-    found = [evaluated(capsys, *options, *more, data="a.jsonl") for more in ((), ("--cp", "2", "--ranks", "2"))]
+    results = [evaluated(capsys, *options, *layout, data="a.jsonl") for layout in ((), ("--cp", "2", "--ranks", "2"))]
     monkeypatch.setattr(TextJob, "with_widths", unchanged)
     whole = evaluated(capsys, *options, data="a.jsonl")
-    for each in found:
-        assert each["tokens"] == each["bytes"] == whole["tokens"] == sum(lengths) - len(lengths)
-        assert each["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    for result in results:
+        assert result["tokens"] == result["bytes"] == whole["tokens"] == sum(lengths) - len(lengths)
+        assert result["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
 def test_what_the_tokenizer_drops_is_said(folder: Path, capsys: Captured) -> None:

@@ -20,7 +20,7 @@ from shardlab.train.history import find_runs, note_end, read_run, record_inode
 Captured = pytest.CaptureFixture[str]
 
 
-def made(folder: Path, steps: int = 3, wanted: int = 5, **record: Any) -> Path:
+def make_run(folder: Path, steps: int = 3, wanted: int = 5, **record: Any) -> Path:
     folder.mkdir(parents=True)
     model = {"kind": "gpt", "layers": 4, "hidden_size": 16}
     known = {"began": "2026-01-02T03:04:05+00:00", "name": "ddp", "ranks": 2, "model": model}
@@ -32,15 +32,15 @@ def made(folder: Path, steps: int = 3, wanted: int = 5, **record: Any) -> Path:
 
 
 def test_runs_are_listed_in_the_order_in_which_they_began(tmp_path: Path) -> None:
-    made(tmp_path / "runs" / "b", began="2026-01-01")
-    made(tmp_path / "runs" / "a", began="2026-01-03")
-    other = made(tmp_path / "elsewhere", began="2026-01-02")
+    make_run(tmp_path / "runs" / "b", began="2026-01-01")
+    make_run(tmp_path / "runs" / "a", began="2026-01-03")
+    other = make_run(tmp_path / "elsewhere", began="2026-01-02")
     runs = find_runs([tmp_path / "runs", other, tmp_path / "runs"])
     assert [run.folder.name for run in runs] == ["b", "elsewhere", "a"]
 
 
 def test_a_run_that_ended_says_how_and_the_last_whole_line_counts(tmp_path: Path) -> None:
-    folder = made(tmp_path / "a", ended={"how": "failed", "why": "rank 1 failed"})
+    folder = make_run(tmp_path / "a", ended={"how": "failed", "why": "rank 1 failed"})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     run = read_run(folder)
@@ -48,7 +48,7 @@ def test_a_run_that_ended_says_how_and_the_last_whole_line_counts(tmp_path: Path
 
 
 def test_a_run_without_an_end_was_killed_unless_its_metrics_are_locked(tmp_path: Path) -> None:
-    folder = made(tmp_path / "a")
+    folder = make_run(tmp_path / "a")
     assert read_run(folder).ended == "killed"
     with (folder / "metrics.jsonl").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -56,7 +56,7 @@ def test_a_run_without_an_end_was_killed_unless_its_metrics_are_locked(tmp_path:
 
 
 def test_only_a_complete_checkpoint_can_be_resumed_from(tmp_path: Path, capsys: Captured) -> None:
-    folder = made(tmp_path / "a", ended={"how": "interrupted"})
+    folder = make_run(tmp_path / "a", ended={"how": "interrupted"})
     (folder / "checkpoints" / "step-000002.part").mkdir(parents=True)
     (folder / "checkpoints" / "step-000002").mkdir()
     assert read_run(folder).resume is None
@@ -74,8 +74,8 @@ def test_only_a_complete_checkpoint_can_be_resumed_from(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"ended": 3}', "\x00"])
 def test_a_torn_record_is_reported_and_hides_no_other_run(text: str, tmp_path: Path, capsys: Captured) -> None:
-    (made(tmp_path / "torn") / "run.json").write_text(text)
-    made(tmp_path / "whole")
+    (make_run(tmp_path / "torn") / "run.json").write_text(text)
+    make_run(tmp_path / "whole")
     assert main(["history", str(tmp_path), "--json"]) == 0
     runs = {Path(run["folder"]).name: run for run in json.loads(capsys.readouterr().out)}
     assert runs["torn"]["ended"] == "unreadable"
@@ -84,7 +84,7 @@ def test_a_torn_record_is_reported_and_hides_no_other_run(text: str, tmp_path: P
 
 
 def test_the_end_is_noted_only_of_a_run_that_this_process_began(tmp_path: Path) -> None:
-    folder = made(tmp_path / "a")
+    folder = make_run(tmp_path / "a")
     before = record_inode(folder)
     note_end(folder, "failed", before)
     assert read_run(folder).ended == "killed"
@@ -96,7 +96,7 @@ def test_the_end_is_noted_only_of_a_run_that_this_process_began(tmp_path: Path) 
 
 
 def test_a_run_is_shown_with_its_configuration_and_files(tmp_path: Path, capsys: Captured) -> None:
-    folder = made(tmp_path / "a", ended={"how": "failed", "why": "the loss is not finite"})
+    folder = make_run(tmp_path / "a", ended={"how": "failed", "why": "the loss is not finite"})
     assert main(["show", str(folder)]) == 0
     output = capsys.readouterr().out
     for line in (
@@ -116,8 +116,8 @@ PLANNED: dict[str, Any] = {"name": "plan", "strategy": {"mesh": {"dp_shard": 2, 
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_no_terminal_cuts_names_steps_and_losses(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made(Path("runs") / LONG, 12_000, 120_000, ended={"how": "finished", "validation_loss": 2.4512})
-    made(Path("runs/b"), 3, 5, **PLANNED)
+    make_run(Path("runs") / LONG, 12_000, 120_000, ended={"how": "finished", "validation_loss": 2.4512})
+    make_run(Path("runs/b"), 3, 5, **PLANNED)
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=width, color_system=None, highlight=False)
     monkeypatch.setattr("shardlab.cli.history.stdout_console", lambda: console)
@@ -132,7 +132,7 @@ def test_no_terminal_cuts_names_steps_and_losses(width: int, tmp_path: Path, mon
 
 
 def test_a_pipe_has_all_columns_and_a_plan_is_called_by_its_mesh(tmp_path: Path, capsys: Captured) -> None:
-    folder = made(tmp_path / LONG, **PLANNED)
+    folder = make_run(tmp_path / LONG, **PLANNED)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 2.0, "validation_loss": 2.125}\n{"step": 4, "loss": 1.0}\n')
     assert main(["history", str(tmp_path)]) == 0

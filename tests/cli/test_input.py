@@ -107,12 +107,12 @@ def refused(command: str, capsys: pytest.CaptureFixture[str], status: int) -> st
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "what"), [("asks", 10, "barrier"), ("alone", 15, "load_batch"), ("keeps", 20, "load_batch")]
+    ("name", "line", "code"), [("asks", 10, "barrier"), ("alone", 15, "load_batch"), ("keeps", 20, "load_batch")]
 )
 def test_a_program_that_never_ends_is_refused_at_the_line_that_repeats(
-    name: str, line: int, what: str, user: Path, capsys: pytest.CaptureFixture[str]
+    name: str, line: int, code: str, user: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert what in PROGRAMS.splitlines()[line - 1]
+    assert code in PROGRAMS.splitlines()[line - 1]
     said = refused(f"simulate user.py:{name} --max-ops 20000", capsys, 1)
     assert f"user.py:{line}: rank " in said
     assert "the step has more than 20,000 ops here" in said
@@ -318,13 +318,13 @@ OWN = ("examples/my_strategy.py:my_ddp", "--ranks", "8")
 PRICED = ("--model", "gpt2", "--cluster", "h100x8", "--layers", "4")
 
 
-@pytest.mark.parametrize("given", [PLAN, OWN, ("zero-3", "--ranks", "8")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [PLAN, OWN, ("zero-3", "--ranks", "8")], ids=" ".join)
 @pytest.mark.parametrize(
     "command", [("simulate",), ("simulate", *PRICED), ("verify",), ("train", "--steps", "1")], ids=" ".join
 )
 def test_all_ranks_are_checked(
     command: tuple[str, ...],
-    given: tuple[str, ...],
+    arguments: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -333,8 +333,8 @@ def test_all_ranks_are_checked(
 
     monkeypatch.setattr(plan_options, "check", refuse)
     monkeypatch.setattr(report, "check", refuse)
-    name = [] if given is PLAN else ["--strategy", given[0]] if command[0] == "train" else [given[0]]
-    words = given if given is PLAN else given[1:]
+    name = [] if arguments is PLAN else ["--strategy", arguments[0]] if command[0] == "train" else [arguments[0]]
+    words = arguments if arguments is PLAN else arguments[1:]
     assert main([command[0], *name, *command[1:], *words, "--microbatches", "8"]) == 1
     assert "the tapes of 8 ranks were checked" in capsys.readouterr().err
 
@@ -375,7 +375,7 @@ def followed(command: str, advised: str) -> str:
 SLOW = ("70b", "context", "gpipe", "gpt2-xl --cluster h100", "1000000")
 
 
-@pytest.mark.parametrize("command", sampled(REFUSED, lambda command: not any(each in command for each in SLOW)))
+@pytest.mark.parametrize("command", sampled(REFUSED, lambda command: not any(word in command for word in SLOW)))
 def test_what_is_recommended_fits(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *command.split()]) == 2
     said = re.search(r"GiB; (.*) would fit, with ([\d.]+) [GM]iB$", capsys.readouterr().err)

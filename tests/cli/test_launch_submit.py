@@ -80,15 +80,15 @@ def starts(script: str, folder: Path, *statuses: int, leaves: str = "", shows: s
         shows: what SLURM knows of the job.
     """
     program(folder, "scontrol", f'if [ "$1" = show ]; then echo " {shows} "; else echo "$@" >> requeued; fi')
-    found: list[int] = []
+    requeues: list[int] = []
     for status in statuses:
         program(folder, "srun", f'echo "$MASTER_PORT" > port; {leaves if not status else ""}\nexit {status}')
         done = run(script, folder, SLURM_JOB_ID="10042")
         assert done.returncode == status, done.stderr
         assert (folder / "port").read_text() == "30042\n"
         requeued = folder / "requeued"
-        found.append(requeued.read_text().count("requeue 10042") if requeued.exists() else 0)
-    return found
+        requeues.append(requeued.read_text().count("requeue 10042") if requeued.exists() else 0)
+    return requeues
 
 
 def test_a_slurm_job_that_fails_is_requeued_three_times(bin: Path, capsys: Captured) -> None:
@@ -130,7 +130,7 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_does_not_count_as_failed(
     leaves = ended(bin / "runs" / "shardlab", how) if how else ""
     shows = "PreemptEligibleTime=2024-05-01T10:00:00 PreemptTime=2024-05-01T10:20:00"
     assert starts(script, bin, status, leaves=leaves, shows=shows) == [requeued]
-    assert starts(script, bin, 1, 1, 1, 1) == [requeued + each for each in (1, 2, 3, 3)]
+    assert starts(script, bin, 1, 1, 1, 1) == [requeued + restart for restart in (1, 2, 3, 3)]
 
 
 def test_a_preempted_job_that_trains_nothing_is_requeued_unless_it_has_ended_well(bin: Path, capsys: Captured) -> None:

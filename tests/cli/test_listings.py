@@ -97,7 +97,7 @@ def test_every_recipe_is_listed_with_its_source(capsys: Captured) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines if line[:1].isalpha()} >= recipes().keys()
     assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines), "addresses stay whole"
-    assert [each["name"] for each in output(capsys, "recipes")] == list(recipes())
+    assert [row["name"] for row in output(capsys, "recipes")] == list(recipes())
 
 
 def test_of_one_recipe_every_figure_is_printed_with_its_source(capsys: Captured) -> None:

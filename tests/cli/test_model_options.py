@@ -18,7 +18,7 @@ from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE, find_model
 Captured = pytest.CaptureFixture[str]
 
 
-def made(line: str, **small: Any) -> Blocks:
+def make(line: str, **small: Any) -> Blocks:
     return tyro.cli(ModelOptions, args=line.split()).make(7, **small)
 
 
@@ -36,25 +36,25 @@ def made(line: str, **small: Any) -> Blocks:
     ],
 )
 def test_flags_change_an_architecture(line: str, model: Blocks) -> None:
-    assert made(line) == model
+    assert make(line) == model
 
 
 def test_a_published_model_keeps_its_sizes_unless_a_flag_changes_them() -> None:
-    assert made("--model llama3-8b", hidden_size=16) == find_model("llama3-8b")
-    small = made("--model gpt2-xl --layers 2 --untied")
+    assert make("--model llama3-8b", hidden_size=16) == find_model("llama3-8b")
+    small = make("--model gpt2-xl --layers 2 --untied")
     assert (small.layers, small.hidden_size) == (2, 1600)
     assert not small.borrowed(1)
 
 
 def test_a_command_may_want_its_architectures_smaller() -> None:
-    assert made("--heads 2", hidden_size=16, experts=8) == GPT(layers=7, hidden_size=16, heads=2)
-    assert made("--model mlp", hidden_size=16, heads=2) == MLP(layers=7, hidden_size=16)
+    assert make("--heads 2", hidden_size=16, experts=8) == GPT(layers=7, hidden_size=16, heads=2)
+    assert make("--model mlp", hidden_size=16, heads=2) == MLP(layers=7, hidden_size=16)
 
 
 def test_a_file_is_a_model_too(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('model = "gpt2"\nlayers = 2\n')
-    assert (made(f"--model {file} --seq-len 32").layers, made(f"--model {file} --seq-len 32").seq_len) == (2, 32)
+    assert (make(f"--model {file} --seq-len 32").layers, make(f"--model {file} --seq-len 32").seq_len) == (2, 32)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_file_is_a_model_too(tmp_path: Path) -> None:
 )
 def test_what_does_not_go_together_is_refused(line: str, said: str) -> None:
     with pytest.raises(UserError) as refusal:
-        made(line)
+        make(line)
     assert said in str(refusal.value)
 
 

@@ -58,10 +58,10 @@ def test_a_step_in_tiles_takes_less_memory_and_more_time(capsys: Captured) -> No
     """With prices too, where gathers ahead win some of the time back."""
     (unit,) = json_of(capsys, "zero-3", "--passes", "tile=4")["passes"]
     tiled, ahead = json_of(capsys, "zero-3", *GPT2, "--passes", "tile=4,prefetch")["passes"]
-    for each in (unit, tiled):
-        assert (each["pass"], each["number"]) == ("tile", 4)
-        assert each["peak_bytes"] < each["peak_bytes_before"]
-        assert each["end"] > each["end_before"]
+    for row in (unit, tiled):
+        assert (row["pass"], row["number"]) == ("tile", 4)
+        assert row["peak_bytes"] < row["peak_bytes_before"]
+        assert row["end"] > row["end_before"]
     assert ahead["end"] < tiled["end"]
 
 
@@ -110,11 +110,11 @@ def test_what_passes_do_is_shown_where_some_are_asked_for(capsys: Captured) -> N
 
 def test_json_has_each_pass_with_what_was_before_and_after(capsys: Captured) -> None:
     facts = json_of(capsys, "fsdp", "--passes", "all")
-    assert [each["pass"] for each in facts["passes"]] == [name for name in PASSES if name not in ONLY_NAMED]
+    assert [row["pass"] for row in facts["passes"]] == [name for name in PASSES if name not in ONLY_NAMED]
     first, *_, last = facts["passes"]
     assert (first["number"], first["end_before"], first["end"]) == (1, 16.16, 14.84)
     assert (last["end"], last["peak_bytes"]) == (facts["end"], 7 * 2**20)
-    assert all(bool(each["why_not"]) == (each["number"] == 0) for each in facts["passes"])
+    assert all(bool(row["why_not"]) == (row["number"] == 0) for row in facts["passes"])
     again = json_of(capsys, "fsdp", "--passes", facts["settled"])
     assert (again["settled"], again["end"]) == (facts["settled"], facts["end"])
 

@@ -63,9 +63,9 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def flip(path: Path) -> None:
     """Change one bit in the middle of a file."""
-    found = bytearray(path.read_bytes())
-    found[len(found) // 2] ^= 1
-    path.write_bytes(found)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def cut_off(path: Path) -> None:
@@ -286,9 +286,9 @@ def test_a_checkpoint_of_another_model_is_named_and_passed_over(run: Path, capsy
     said = capsys.readouterr().err
     assert said.startswith(f"shardlab: {path} has the weights of another model: hidden_size is 48, not "), said
     assert said.rstrip().endswith(f"the checkpoint before is whole: shardlab train --resume {run} --from-step 4")
-    found = ResumedRun.find(run, auto=True)
-    assert found is not None
-    assert found.checkpoint.step == 4
+    resumed = ResumedRun.find(run, auto=True)
+    assert resumed is not None
+    assert resumed.checkpoint.step == 4
     record.write_text("torn")  # then the checkpoint is all there is
     whole = find_checkpoint(run)
     assert whole is not None
@@ -317,9 +317,9 @@ def test_a_record_of_no_model_is_one_sentence_and_harms_no_checkpoint(
 
 def test_a_skipped_checkpoint_is_reported(run: Path, capsys: Captured) -> None:
     cut_off(run / "checkpoints" / "step-000005" / "state.json")
-    found = ResumedRun.find(run, auto=True)
-    assert found is not None
-    assert found.checkpoint.step == 4
+    resumed = ResumedRun.find(run, auto=True)
+    assert resumed is not None
+    assert resumed.checkpoint.step == 4
     assert capsys.readouterr().err.count("trying the checkpoint before") == 1
 
 
@@ -335,10 +335,10 @@ def looked(rank: int, run: Path, port: int, auto: bool) -> tuple[str, list[str]]
     with patch("shardlab.train.checkpoint.read._compare", compare):
         together = RankExchange(LaunchEnvironment(rank, 2, rank, "127.0.0.1", port))
         try:
-            found = find_checkpoint(run, auto=auto, together=together)
+            checkpoint = find_checkpoint(run, auto=auto, together=together)
         except UserError as error:
             return str(error), read
-    return f"step {found.step if found else 0}", read
+    return f"step {checkpoint.step if checkpoint else 0}", read
 
 
 def test_ranks_of_a_launcher_read_each_file_of_a_checkpoint_once_in_all(ranks: World, run: Path) -> None:
@@ -412,8 +412,8 @@ def test_a_killed_run_goes_on_by_itself_and_ends_bitwise_as_if_it_had_not_been(
     said = warm.run(["-m", "shardlab", *words]).stderr
     assert f"{newest}/rank-0000.safetensors has changed" in said
     assert "resumed after step" in said
-    found, wanted = (load_file(out / "weights.safetensors") for out in (killed, whole))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    weights, expected = (load_file(out / "weights.safetensors") for out in (killed, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
     lines = [
         [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
         for out in (killed, whole)

@@ -37,13 +37,13 @@ def sampled(capsys: Captured, *arguments: str) -> dict[str, object]:
 
 @pytest.mark.usefixtures("folder")
 def test_the_text_begins_with_the_prompt_and_follows_from_the_seed(capsys: Captured) -> None:
-    found = sampled(capsys, "run", "--prompt", "def ", "--tokens", "20")
-    assert (found["prompt"], found["tokens"], found["seed"]) == ("def ", 20, 0)
+    sample = sampled(capsys, "run", "--prompt", "def ", "--tokens", "20")
+    assert (sample["prompt"], sample["tokens"], sample["seed"]) == ("def ", 20, 0)
     assert main(["sample", "run", "--prompt", "def ", "--tokens", "20"]) == 0
     out, err = capsys.readouterr()
-    assert out == f"def {found['text']}\n"
+    assert out == f"def {sample['text']}\n"
     assert err.startswith("20 tokens, ")
-    assert sampled(capsys, "run", "--prompt", "def ", "--tokens", "20", "--seed", "1")["text"] != found["text"]
+    assert sampled(capsys, "run", "--prompt", "def ", "--tokens", "20", "--seed", "1")["text"] != sample["text"]
 
 
 @pytest.mark.usefixtures("folder")
@@ -118,10 +118,10 @@ def test_the_tokenizer_beside_the_weights_is_taken_also_after_a_conversion(
 def test_a_prompt_begins_as_the_tokenizer_says_and_the_text_keeps_its_spaces(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = byte_fallback(["to", "be"], bos=True)
-    tokenizer = HuggingFace(made.to_str().encode())
+    library_tokenizer = byte_fallback(["to", "be"], bos=True)
+    tokenizer = HuggingFace(library_tokenizer.to_str().encode())
     random_run(folder / "words", replace(SMALL, vocab_size=tokenizer.vocab_size), tokenizer=tokenizer)
-    prompt, whole = made.encode("to").ids, made.encode("to be 漢").ids
+    prompt, whole = library_tokenizer.encode("to").ids, library_tokenizer.encode("to be 漢").ids
     read: list[list[int]] = []
 
     def generate(self: TextGenerator, tokens: list[int], count: int) -> Iterator[int]:

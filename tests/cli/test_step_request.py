@@ -78,7 +78,7 @@ def test_switches_of_flags_go_before_those_of_the_job(tmp_path: Path) -> None:
 def test_the_recipe_and_the_device_determine_the_default_precision(recipe: str, device: str, precision: str) -> None:
     assert default_precision(find_recipe(recipe), find_cluster(f"{device}x1").device).name == precision
     request = StepRequest("gpt2", f"{device}x1", recipe=recipe)
-    assert [each.name for each in request.precisions] == [precision]
+    assert [candidate.name for candidate in request.precisions] == [precision]
 
 
 @pytest.mark.thorough  # tests/cli/plan/test_command.py has two recipes
@@ -177,8 +177,8 @@ def test_data_parallel_ranks_share_what_the_framework_shares_by_default(
     ],
 )
 def test_flags_override_a_job(flags: tuple[str, ...], expected: dict[str, Any], job: Path, capsys: Captured) -> None:
-    found = simulated(capsys, *flags, "--config", str(job))
-    assert {name: found[name] for name in expected} == expected
+    report = simulated(capsys, *flags, "--config", str(job))
+    assert {name: report[name] for name in expected} == expected
 
 
 def test_a_recipe_completes_a_plan_by_flags_but_not_the_plan_of_a_job(job: Path, capsys: Captured) -> None:
@@ -191,10 +191,10 @@ def test_a_recipe_completes_a_plan_by_flags_but_not_the_plan_of_a_job(job: Path,
 
 def test_a_job_without_a_cluster_is_simulated_in_unit_costs(job: Path, capsys: Captured) -> None:
     job.write_text(job.read_text().replace('cluster = "h100x2"', ""))
-    found = simulated(capsys, "--config", str(job))
-    assert "end" in found
-    assert [found[name] for name in ("layers", "ranks", "microbatches")] == [2, 2, 4]
-    assert found["plan"]["shard_optimizer"] == ["dp_shard"]
+    report = simulated(capsys, "--config", str(job))
+    assert "end" in report
+    assert [report[name] for name in ("layers", "ranks", "microbatches")] == [2, 2, 4]
+    assert report["plan"]["shard_optimizer"] == ["dp_shard"]
 
 
 @pytest.mark.parametrize(

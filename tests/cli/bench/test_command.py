@@ -61,17 +61,17 @@ def test_collectives_are_reported_in_json_drawn_and_kept(tmp_path: Path, capsys:
     assert set(output) == {
         *("machine", "collectives", "overlap", "fits", "peaks", "layers", "kernels", "profile", "failure"),
     }
-    points = [(each["kind"], each["bytes"]) for each in output["collectives"]]
+    points = [(row["kind"], row["bytes"]) for row in output["collectives"]]
     assert points == [*(("all_reduce", 64), ("all_reduce", 256), ("barrier", 0), ("send_recv", 64), ("send_recv", 256))]
-    assert not any(each["wrong"] for each in output["collectives"])
+    assert not any(row["wrong"] for row in output["collectives"])
     bandwidths = {"algorithm_bandwidth", "bus_bandwidth", "cs336_bandwidth"}
     assert {"seconds", "iterations", "ranks", *bandwidths} < set(output["collectives"][0])
     assert {"compute", "communication", "together", "overlap"} < set(output["overlap"][0])
     assert {"kind", "ranks", "alpha", "beta", "errors", "doubt"} == set(output["fits"][0])
     assert output["failure"] is None
-    kept = Profile.read(profile)
-    assert {(fit["kind"], fit["ranks"]) for fit in output["fits"]} == {*kept.collectives, ("send_recv", 2)}
-    assert kept.messages is not None
+    saved_profile = Profile.read(profile)
+    assert {(fit["kind"], fit["ranks"]) for fit in output["fits"]} == {*saved_profile.collectives, ("send_recv", 2)}
+    assert saved_profile.messages is not None
     assert "all_reduce" in plot.read_text()
 
 

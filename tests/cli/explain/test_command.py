@@ -53,7 +53,7 @@ def test_unknown_keys_are_named(capsys: Captured, tmp_path: Path) -> None:
 
 def test_verbose_names_every_unknown_key(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    unknown = "".join(f"unknown_{each} = 1\n" for each in "abcdefgh")
+    unknown = "".join(f"unknown_{letter} = 1\n" for letter in "abcdefgh")
     file.write_text((EXAMPLES / "llama3_8b.toml").read_text() + f"\n[mine]\n{unknown}")
     words = [str(file), "--cluster", "h100x8", "--changes", "0"]
     assert "2 more (--verbose lists all)" in " ".join(out_of(words, capsys).split())

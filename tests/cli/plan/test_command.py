@@ -93,12 +93,12 @@ def test_families_that_do_not_fit_are_explained(capsys: pytest.CaptureFixture[st
 
 
 def test_a_budget_of_forecasts_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    found: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     for _ in range(2):
         assert main(["plan", *SMALL, "--forecasts", "12", "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0]["searched"]["simulated"] == found[1]["searched"]["simulated"] < 24
-    assert found[0]["runners_up"] == found[1]["runners_up"]
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0]["searched"]["simulated"] == reports[1]["searched"]["simulated"] < 24
+    assert reports[0]["runners_up"] == reports[1]["runners_up"]
 
 
 def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +238,7 @@ def test_where_a_margin_is_missing_it_is_said_how_much_and_that_limits_could_go(
 def test_a_plan_leaves_as_much_memory_free_as_predictions_of_memory_err(capsys: pytest.CaptureFixture[str]) -> None:
     """simulate takes the same plan on less memory."""
     words = [*SMALL, "--memory"]
-    sharded = [word for each in ("parameters", "gradients", "optimizer") for word in (f"--shard-{each}", "dp_shard")]
+    sharded = [word for state in ("parameters", "gradients", "optimizer") for word in (f"--shard-{state}", "dp_shard")]
     plan = ["--dp-shard", "2", *sharded, "--reshard-after", "layer", "--micro-batch-size", "1"]
     fixed = [*plan, "--recompute", "none"]
     assert main(["plan", *words, "80GiB", *fixed, "--json"]) == 0
@@ -263,9 +263,9 @@ def test_where_the_state_alone_is_too_much_the_fewest_devices_are_said(capsys: p
         "--recompute",
         "full",
     )
-    found = re.search(r"alone take ([\d.]+) GiB; take at least (\d+) devices", output)
-    assert found
-    assert int(found[2]) == math.ceil(2 * (float(found[1]) - 1) / (8 * (1 - MOST_MARGIN) - 1))
+    match = re.search(r"alone take ([\d.]+) GiB; take at least (\d+) devices", output)
+    assert match
+    assert int(match[2]) == math.ceil(2 * (float(match[1]) - 1) / (8 * (1 - MOST_MARGIN) - 1))
 
 
 def test_how_a_sequence_is_shared_is_not_asked_of_no_context_parallel_ranks(

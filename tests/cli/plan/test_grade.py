@@ -21,7 +21,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     open["hardware"]["interconnect"] = "a fast network [of our own]"
     wrong["hardware"]["gpus"] = 8
     rows: list[dict[str, Any]] = [
-        each | {"id": name} for name, each in {"good": good, "open": open, "limited": limited, "wrong": wrong}.items()
+        run | {"id": name} for name, run in {"good": good, "open": open, "limited": limited, "wrong": wrong}.items()
     ]
     path = tmp_path / "runs.json"
     path.write_text(json.dumps(rows))
@@ -48,8 +48,8 @@ def test_a_frameworks_limit_and_a_mistake_are_distinguished(runs: Path, capsys: 
 
 def test_json_tells_of_each_run_what_was_assumed_and_whether_a_limit_is_broken(runs: Path, capsys: Captured) -> None:
     assert main(["plan", "--grade", str(runs), "--json"]) == 0
-    rows = {each["id"]: each for each in json.loads(capsys.readouterr().out)["rows"]}
-    assert {name: (each["legal"], each["breaks_limit"]) for name, each in rows.items()} == {
+    rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {name: (row["legal"], row["breaks_limit"]) for name, row in rows.items()} == {
         "good": (True, False),
         "open": (True, False),
         "limited": (False, True),

@@ -77,9 +77,9 @@ def test_what_measure_prints_is_taken_in_with_the_seconds_filled_in(capsys: pyte
     assert others, "more than one plan is near"
     others[0]["measured_seconds"] = 0.96 * others[0]["predicted_seconds"]
     Path("results.json").write_text(json.dumps(todo))
-    after = planned(capsys, *H100, "--measured", "results.json", "--measure", "1")
-    assert after["chosen"]["plan"] == first["plan"], "all may be as much faster as the one that was measured"
-    assert [each["plan"] for each in after["experiments"]] == [first["plan"]]
+    next_output = planned(capsys, *H100, "--measured", "results.json", "--measure", "1")
+    assert next_output["chosen"]["plan"] == first["plan"], "all may be as much faster as the one that was measured"
+    assert [experiment["plan"] for experiment in next_output["experiments"]] == [first["plan"]]
     assert main(["plan", *H100, "--measured", "results.json", "--measure", "1"]) == 0
     shown = capsys.readouterr().out
     assert "after 1 measured step" in shown
@@ -164,5 +164,5 @@ def test_what_is_no_result_is_refused_in_one_sentence(capsys: pytest.CaptureFixt
         "experiment 1: ": {"precision": "bf17"},
         "on 4 ranks, and the plan is for 2": {"plan": {"mesh": {"dp_shard": 4}}},
     }
-    for what, change in wrong.items():
-        assert what in output(json.dumps({**head, "experiments": [{**row, **change}]}))
+    for problem, change in wrong.items():
+        assert problem in output(json.dumps({**head, "experiments": [{**row, **change}]}))

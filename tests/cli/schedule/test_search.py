@@ -51,11 +51,11 @@ def test_a_written_schedule_is_simulated_like_any_other(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = searched(capsys, "--pp", "2", "--microbatches", "4", "--csv", name)
+    report = searched(capsys, "--pp", "2", "--microbatches", "4", "--csv", name)
     schedule = name if name.endswith(".csv") else f"{name}:edited"
     words = ["--pp", "2", "--schedule", schedule, "--microbatches", "4", "--layers", "4", "--json"]
     assert main(["simulate", *words, "--costs", "forward=0.5,backward_input=0.5,backward_weight=0.5"]) == 0
-    assert json.loads(capsys.readouterr().out)["end"] == pytest.approx(found["schedules"][0]["time"])
+    assert json.loads(capsys.readouterr().out)["end"] == pytest.approx(report["schedules"][0]["time"])
 
 
 def test_costs_of_a_model_on_a_cluster_are_predicted(capsys: Captured) -> None:

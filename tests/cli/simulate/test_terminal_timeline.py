@@ -60,13 +60,13 @@ def event(kind: OpKind, start: float, end: float) -> Event:
 
 def united(spans: Spans) -> Spans:
     """Apart from one another, and in order."""
-    found: Spans = []
+    merged: Spans = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def within(spans: Spans, start: float, end: float) -> float:
@@ -84,15 +84,15 @@ def require_true(row: str, events: list[Event], start: float, end: float) -> Non
     length = (end - start) / len(row)
     for cell, sign in enumerate(row):
         first, last = start + cell * length, start + (cell + 1) * length
-        here = [each for each in events if each.start < last and each.end > first]
-        computes = [(each.start, each.end) for each in here if each.kind not in COMMUNICATION]
-        talks = [(each.start, each.end) for each in here if each.kind in COMMUNICATION]
+        overlapping = [event for event in events if event.start < last and event.end > first]
+        computes = [(event.start, event.end) for event in overlapping if event.kind not in COMMUNICATION]
+        talks = [(event.start, event.end) for event in overlapping if event.kind in COMMUNICATION]
         if sign in (IDLE, MIXED):
             idle = 1 - within(computes + talks, first, last) / length
             assert (idle >= MAJORITY - TINY) == (sign == IDLE)
             continue
         kind = KINDS.get(sign) or KINDS[sign.upper()]
-        mine = [(each.start, each.end) for each in here if each.kind is kind]
+        mine = [(event.start, event.end) for event in overlapping if event.kind is kind]
         if kind in COMMUNICATION:
             alone = within(mine, first, last) - within(common(mine, computes), first, last)
             assert alone / length >= MAJORITY - TINY
@@ -125,7 +125,7 @@ def test_rows_of_every_strategy_say_what_is_done(name: str, microbatches: int, w
         activity = Activity(events, timeline.end)
         for segment in shown(timeline, width):
             row = rank_row(activity, *segment, width).plain
-            require_true(row, [each for each in events if each.end > each.start], *segment)
+            require_true(row, [event for event in events if event.end > event.start], *segment)
             assert misleading_share(activity, *segment, width) <= MOST_MISLEADING
 
 
@@ -134,17 +134,17 @@ def test_no_kind_of_op_is_left_out_of_the_legend(name: str) -> None:
     timeline = timeline_of(name, 16)
     text = printed(timeline)
     for kind, (sign, _) in SIGNS.items():
-        each = [
+        shares = [
             within([(e.start, e.end) for e in events if e.kind is kind], 0, timeline.end) / timeline.end
             for events in timeline.events
         ]
-        if max(each) >= NAMED_SHARE:
+        if max(shares) >= NAMED_SHARE:
             (percent,) = re.findall(
                 rf"(?:^| ){re.escape(sign)} {kind.value.replace('_', '-')} ((?:up to )?[\d<%-]+)", text, re.M
             )
             ends = [float(number) for number in re.findall(r"\d+", percent.replace("up to", "0"))]
-            assert 100 * max(each) == pytest.approx(ends[-1], abs=0.51)
-            assert 100 * min(each) == pytest.approx(ends[0], abs=1)
+            assert 100 * max(shares) == pytest.approx(ends[-1], abs=0.51)
+            assert 100 * min(shares) == pytest.approx(ends[0], abs=1)
 
 
 @given(
@@ -161,13 +161,13 @@ def test_any_row_is_true(ops: list[tuple[OpKind, int, int, bool]], width: int) -
             now += start % 3 if waits else 0
             events.append(event(kind, now, now + length))
             now += length
-    end = max([1, *(each.end for each in events)])
+    end = max([1, *(op_event.end for op_event in events)])
     activity = Activity(events, end)
-    lasting = [each for each in events if each.end > each.start]
+    lasting_events = [op_event for op_event in events if op_event.end > op_event.start]
     row = rank_row(activity, 0, end, width).plain
-    if not any(width * each.start % end or width * each.end % end for each in lasting):
-        assert MIXED not in row or any(each.kind in COMMUNICATION for each in lasting)
-    require_true(row, lasting, 0, end)
+    if not any(width * op_event.start % end or width * op_event.end % end for op_event in lasting_events):
+        assert MIXED not in row or any(op_event.kind in COMMUNICATION for op_event in lasting_events)
+    require_true(row, lasting_events, 0, end)
 
 
 def printed(timeline: Timeline, width: int = 80) -> str:
@@ -244,9 +244,9 @@ TWO_STAGES = simulate(check(Plan(Mesh(pp=2, dp_shard=2), schedule="zb-h1", shard
 
 def test_a_steady_state_is_the_shortest_period_of_all_ranks() -> None:
     turns = [event(kind, at + since, at + since + 1) for at in range(0, 60, 3) for since, kind in TURN]
-    found = find_steady_state([turns, [each._replace(start=each.start + 1, end=each.end + 1) for each in turns]], 60.0)
-    assert found is not None
-    assert (found.period, found.since) == (3.0, 1.0)
+    steady = find_steady_state([turns, [turn._replace(start=turn.start + 1, end=turn.end + 1) for turn in turns]], 60.0)
+    assert steady is not None
+    assert (steady.period, steady.since) == (3.0, 1.0)
     assert find_steady_state([turns[:30], turns[:7]], 60.0) is None, "a rank that has ended repeats nothing"
 
 

@@ -107,10 +107,10 @@ def test_ctrl_c_while_the_plan_is_searched_begins_no_run(monkeypatch: pytest.Mon
 
 
 def test_only_where_a_run_is_long_do_plans_take_turns() -> None:
-    found = planned()
-    assert len(found.runs) > 1
+    choice = planned()
+    assert len(choice.runs) > 1
     for alone in planned(steps=1), planned(measure=False):
-        assert [each.config.plan for each in alone.runs] == [found.runs[0].config.plan]
+        assert [run.config.plan for run in alone.runs] == [choice.runs[0].config.plan]
 
 
 def test_of_plans_that_may_be_the_fastest_the_one_is_taken_whose_steps_are_shortest(
@@ -124,23 +124,23 @@ def test_of_plans_that_may_be_the_fastest_the_one_is_taken_whose_steps_are_short
         return [3.0 - at for at in range(len(jobs))]
 
     monkeypatch.setattr("shardlab.train.launch.ranks.run_ranks", run_ranks)
-    found = planned()
-    assert winner(found) is found.runs[-1]
-    assert len(raced) == len(found.runs)
-    for job, run in zip(raced, found.runs, strict=True):
+    choice = planned()
+    assert winner(choice) is choice.runs[-1]
+    assert len(raced) == len(choice.runs)
+    for job, run in zip(raced, choice.runs, strict=True):
         assert isinstance(job.strategy, Plan)
         assert job.strategy.passes is not None
         assert replace(job.strategy, passes=None) == run.config.plan.strategy
     output = capsys.readouterr().err
     assert f"{len(raced)} plans that may be the fastest are measured in turns" in output
-    assert f"--plan auto chooses {found.runs[-1].name}" in output
+    assert f"--plan auto chooses {choice.runs[-1].name}" in output
 
     def prove(entry: StrategyEntry, run: TrainingRun) -> None:
-        if run.config.plan.as_dict()["schedule"] == found.runs[0].config.plan.as_dict()["schedule"]:
+        if run.config.plan.as_dict()["schedule"] == choice.runs[0].config.plan.as_dict()["schedule"]:
             raise UserError("this plan cannot be run")
 
     raced.clear()
-    assert winner(found, prove) is found.runs[1]
+    assert winner(choice, prove) is choice.runs[1]
     assert not raced, "one alone has no turns"
 
 
@@ -151,8 +151,8 @@ def test_where_plans_fail_to_take_turns_the_one_that_is_predicted_fastest_is_tak
         raise RankFailed("rank 1 failed\nTraceback ...\nMemoryError")
 
     monkeypatch.setattr("shardlab.train.launch.ranks.run_ranks", run_ranks)
-    found = planned()
-    assert winner(found) is found.runs[0]
+    choice = planned()
+    assert winner(choice) is choice.runs[0]
     assert "plans were not measured (rank 1 failed; MemoryError); --plan auto chooses " in capsys.readouterr().err
 
 

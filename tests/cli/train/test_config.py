@@ -41,10 +41,10 @@ def config_of(capsys: Captured, words: str) -> dict[str, Any]:
 
 def test_flags_prevail_over_the_file_and_the_file_over_the_preset(elsewhere: Path, capsys: Captured) -> None:
     (elsewhere / "mine.toml").write_text("[optimizer]\nlearning_rate = 1\nweight_decay = 0.2\n[model]\nheads = 2\n")
-    found = config_of(capsys, "--preset shakespeare-cpu --config mine.toml --learning-rate 0.5 --no-bias")
-    assert [found["optimizer"][name] for name in ("learning_rate", "weight_decay", "clip")] == [0.5, 0.2, 1.0]
-    assert [found["model"][name] for name in ("heads", "hidden_size", "bias")] == [2, 128, False]
-    assert found["train"] == {
+    config = config_of(capsys, "--preset shakespeare-cpu --config mine.toml --learning-rate 0.5 --no-bias")
+    assert [config["optimizer"][name] for name in ("learning_rate", "weight_decay", "clip")] == [0.5, 0.2, 1.0]
+    assert [config["model"][name] for name in ("heads", "hidden_size", "bias")] == [2, 128, False]
+    assert config["train"] == {
         "steps": 2000, "microbatches": 2, "micro_batch_size": 6, "seed": 0, "init": None, "non_finite": "stop",
         "batch_ramp": None,
         "compile": False, "cuda_graph": False,
@@ -61,21 +61,21 @@ def test_a_time_has_a_unit_or_is_in_seconds(elsewhere: Path, capsys: Captured) -
 
 
 def test_without_words_it_is_as_ever(capsys: Captured) -> None:
-    found = config_of(capsys, "")
-    assert found["plan"] == {"strategy": "fsdp", "ranks": 4, "passes": "all"}
-    assert found["train"] == {
+    config = config_of(capsys, "")
+    assert config["plan"] == {"strategy": "fsdp", "ranks": 4, "passes": "all"}
+    assert config["train"] == {
         "steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0, "init": None, "non_finite": "stop",
         "batch_ramp": None,
         "compile": False, "cuda_graph": False,
         "timeout": 600.0, "audit_every": None,
     }  # fmt: skip
-    assert found["optimizer"] == {
+    assert config["optimizer"] == {
         "optimizer": "adamw", "momentum": 0.95,
         "learning_rate": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip": None,
         "learning_rate_schedule": "cosine", "schedule_steps": 200, "warmup_steps": 10, "decay_steps": 190,
         "min_learning_rate_ratio": 0.1, "ema": None,
     }  # fmt: skip
-    assert found["parameters"]["parameters"] == 236_928
+    assert config["parameters"]["parameters"] == 236_928
 
 
 def test_wordplay_has_the_parameters_of_its_model(capsys: Captured) -> None:
@@ -94,9 +94,9 @@ def test_wordplay_has_the_parameters_of_its_model(capsys: Captured) -> None:
 
 
 def test_a_model_or_a_strategy_that_is_named_takes_nothing_from_earlier_ones(capsys: Captured) -> None:
-    found = config_of(capsys, "--preset shakespeare-cpu --model llama --strategy ddp")
-    assert (found["model"]["hidden_size"], found["model"]["vocab_size"]) == (64, 256)
-    assert found["plan"] == {"strategy": "ddp", "ranks": 4, "passes": "all"}
+    config = config_of(capsys, "--preset shakespeare-cpu --model llama --strategy ddp")
+    assert (config["model"]["hidden_size"], config["model"]["vocab_size"]) == (64, 256)
+    assert config["plan"] == {"strategy": "ddp", "ranks": 4, "passes": "all"}
     assert config_of(capsys, "--preset shakespeare-cpu --tp 2")["plan"]["mesh"] == {"tp": 2}
 
 
@@ -112,15 +112,15 @@ def test_the_schedule_follows_the_steps_unless_it_is_given(capsys: Captured) -> 
 
 
 def test_one_dial_sets_sizes_batch_steps_and_learning_rate(capsys: Captured) -> None:
-    found = config_of(
+    config = config_of(
         capsys, "--depth 12 --model gpt --seq-len 1024 --vocab-size 50304 --microbatches 64 --passes none"
     )
-    assert [found["model"][name] for name in ("layers", "hidden_size", "heads")] == [12, 768, 6]
-    assert found["optimizer"]["learning_rate"] == 6e-4
-    tokens = 20 * found["parameters"]["without_positions"]
-    batch = 64 * found["train"]["micro_batch_size"] * 1024
+    assert [config["model"][name] for name in ("layers", "hidden_size", "heads")] == [12, 768, 6]
+    assert config["optimizer"]["learning_rate"] == 6e-4
+    tokens = 20 * config["parameters"]["without_positions"]
+    batch = 64 * config["train"]["micro_batch_size"] * 1024
     assert batch == 2**19  # nearest to 2**19 * (3.2e9 / 1.32e9) ** 0.383
-    assert found["train"]["steps"] == found["optimizer"]["schedule_steps"] == -(-tokens // batch)
+    assert config["train"]["steps"] == config["optimizer"]["schedule_steps"] == -(-tokens // batch)
     small = config_of(capsys, "--depth 2 --steps 7 --hidden-size 96 --passes none")
     assert [small["model"][name] for name in ("layers", "hidden_size", "heads")] == [2, 96, 1]
     assert (small["train"]["steps"], small["optimizer"]["learning_rate"]) == (7, 0.0017)
@@ -140,7 +140,7 @@ def test_a_batch_ramp_and_a_number_of_microbatches_prevail_over_each_other(elsew
 
 def test_every_switch_that_a_file_turns_on_is_turned_off_by_a_flag(elsewhere: Path, capsys: Captured) -> None:
     switches = {
-        section: [name for name, each in field_types(kind).items() if each.words is bool]
+        section: [name for name, field in field_types(kind).items() if field.words is bool]
         for section, kind in {**SECTIONS, "plan": Plan}.items()
     }
     assert {"tensorboard", "wandb", "trace"} <= set(switches["logging"])
@@ -153,10 +153,10 @@ def test_every_switch_that_a_file_turns_on_is_turned_off_by_a_flag(elsewhere: Pa
     (elsewhere / "mine.toml").write_text(text)
     flags = " ".join(f"--no-{name.replace('_', '-')}" for names in switches.values() for name in names)
     for words, value in (("", True), (f" {flags} --no-bias --untied", False)):
-        found = config_of(capsys, "--config mine.toml" + words)
+        config = config_of(capsys, "--config mine.toml" + words)
         names = [(section, name) for section, names in tables.items() for name in names if name != "mesh"]
-        assert [found[section][name] for section, name in names] == [value] * len(names)
-        assert found["plan"]["mesh"] == {"tp": 2}
+        assert [config[section][name] for section, name in names] == [value] * len(names)
+        assert config["plan"]["mesh"] == {"tp": 2}
 
 
 def test_a_vocabulary_that_nobody_chooses_is_that_of_the_data(elsewhere: Path, capsys: Captured) -> None:
@@ -194,9 +194,9 @@ def test_the_file_of_the_page_on_training_is_one(elsewhere: Path, capsys: Captur
     blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     (text,) = [block for block in blocks if "[optimizer]" in block]
     (elsewhere / "page.toml").write_text(text)
-    found = config_of(capsys, "--config page.toml --recompute full")
-    assert (found["model"]["model"], found["model"]["layers"]) == ("llama", 2)
-    assert (found["plan"]["mesh"], found["plan"]["recompute"]) == ({"pp": 2}, "full")
+    config = config_of(capsys, "--config page.toml --recompute full")
+    assert (config["model"]["model"], config["model"]["layers"]) == ("llama", 2)
+    assert (config["plan"]["mesh"], config["plan"]["recompute"]) == ({"pp": 2}, "full")
 
 
 def test_a_strategy_in_a_file_is_changed_by_fields_beside_it(elsewhere: Path, capsys: Captured) -> None:
@@ -227,9 +227,9 @@ def test_a_file_that_a_run_leaves_makes_the_same_configuration(
     config: TrainingConfig, elsewhere: Path, capsys: Captured
 ) -> None:
     (elsewhere / "config.toml").write_text(config.as_toml(), encoding="utf-8")
-    found = config_of(capsys, "--config config.toml")
-    found.pop("parameters")
-    assert found == json.loads(json.dumps(config.as_dict()))
+    printed_config = config_of(capsys, "--config config.toml")
+    printed_config.pop("parameters")
+    assert printed_config == json.loads(json.dumps(config.as_dict()))
 
 
 def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(elsewhere: Path, capsys: Captured) -> None:
@@ -333,9 +333,9 @@ def test_a_file_may_set_what_the_optimizer_or_the_schedule_does_not_use(elsewher
 def test_passes_stand_in_the_plan_whether_it_is_one_or_a_program(elsewhere: Path, capsys: Captured) -> None:
     """A saved configuration has them, and the flag prevails over it."""
     for words in ("--strategy fsdp", "--strategy zero-3", "--pp 2", ""):
-        found = config_of(capsys, f"{words} --passes defer,prefetch")["plan"]
-        assert found["passes"] == "defer,prefetch"
-        assert (found.get("strategy") == "fsdp") == (words in ("--strategy fsdp", ""))
+        plan = config_of(capsys, f"{words} --passes defer,prefetch")["plan"]
+        assert plan["passes"] == "defer,prefetch"
+        assert (plan.get("strategy") == "fsdp") == (words in ("--strategy fsdp", ""))
         assert main(["train", *words.split(), "--passes", "all", "--print-config"]) == 0
         assert " ".join(capsys.readouterr().out.split()).count("passes all flags") == 1
     for words in ("--strategy fsdp", "--pp 2"):  # where nobody says which

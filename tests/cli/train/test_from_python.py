@@ -65,9 +65,9 @@ def test_a_script_without_a_guard_trains_with_a_callback_of_its_own_and_goes_on(
 
 
 def in_a_notebook() -> Callable[..., Any]:
-    made: dict[str, Any] = {}
-    exec("async def mine(rank): pass", made)
-    return made["mine"]
+    namespace: dict[str, Any] = {}
+    exec("async def mine(rank): pass", namespace)
+    return namespace["mine"]
 
 
 class Narrow(Callback):
@@ -120,8 +120,8 @@ def test_a_wrong_call_raises_the_sentence_of_the_command(strategy: Any, settings
 def test_a_function_is_a_strategy_by_its_file_or_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "page.py").write_text((ROOT / "examples" / "my_strategy.py").read_text())
-    made = runpy.run_path(str(tmp_path / "page.py"))["my_ddp"]
-    for strategy, name in ((made, "page.py:my_ddp"), (ddp, 'strategy = "ddp"')):
+    my_ddp = runpy.run_path(str(tmp_path / "page.py"))["my_ddp"]
+    for strategy, name in ((my_ddp, "page.py:my_ddp"), (ddp, 'strategy = "ddp"')):
         out = Path(f"run-{strategy.__name__}")
         summary = shardlab.train(strategy, ranks=1, steps=1, hidden_size=16, layers=1, seq_len=8, out=out)
         assert summary is not None

@@ -66,10 +66,10 @@ def test_a_strategy_has_a_page_and_a_table(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_times_are_those_of_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["gpipe"], ["fsdp", "--costs", "puzzle"], ["--pp", "4", "--schedule", "zb-v"]):
-        found = shown(options, capsys)
+        page = shown(options, capsys)
         assert main(["simulate", *options, "--json"]) == 0
         simulated = json.loads(capsys.readouterr().out)
-        (timeline,) = found["timelines"]
+        (timeline,) = page["timelines"]
         assert timeline["end"] == simulated["end"]
         if timeline["bubble_with_communication"] is not None:
             assert timeline["bubble"] == simulated["bubble"]
@@ -115,11 +115,11 @@ def test_the_file_of_an_exercise_is_shown_as_it_is_graded(capsys: pytest.Capture
     for name in ("one_rank", "buckets", "fsdp", "hsdp_once", "ring_attention"):
         entry, file = find(name), Path("course", f"{name}.py")
         file.write_text(entry.solution_text)
-        found = shown([str(file)], capsys)
+        page = shown([str(file)], capsys)
         goals = grade(entry.exercise, entry.solution).figures
         assert goals is not None
-        assert found["title"] == (str(file) if entry.exercise.kind == "plan" else f"{file}:{name}")
-        assert found["timelines"][0]["end"] == goals.time
+        assert page["title"] == (str(file) if entry.exercise.kind == "plan" else f"{file}:{name}")
+        assert page["timelines"][0]["end"] == goals.time
         assert main(["simulate", str(file), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["end"] == goals.time
     assert refused(["course/choose_plan.py"], capsys).endswith("add --model llama3-70b --cluster h100x64")
@@ -171,7 +171,7 @@ def test_a_run_without_a_prediction_and_with_a_lost_rank_says_so(
 ) -> None:
     (folder / "run").mkdir()
     written(folder / "run", whole=False)
-    assert [each["name"] for each in shown(["run", "--out", "view.html"], capsys)["timelines"]] == ["measured"]
+    assert [timeline["name"] for timeline in shown(["run", "--out", "view.html"], capsys)["timelines"]] == ["measured"]
     remarks = header_of()["remarks"]
     assert "incomplete: rank 0 left no record" in remarks
     assert any(remark.startswith("there is no prediction") for remark in remarks)

@@ -18,11 +18,11 @@ from shardlab.draw.viewer.columns import decode
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EditServer]:
-    found = EditServer(editor_of(StepOptions(strategy="gpipe")))
-    thread = Thread(target=found.serve)
+    edit_server = EditServer(editor_of(StepOptions(strategy="gpipe")))
+    thread = Thread(target=edit_server.serve)
     thread.start()
-    yield found
-    found.close()
+    yield edit_server
+    edit_server.close()
     thread.join()
 
 
@@ -87,17 +87,17 @@ def test_the_starting_point_and_another_version_are_checked(server: EditServer) 
     assert len(header["rows"]) == 4
     words = start["start"].splitlines()[0].split(",")
     text = start["start"].replace(",".join(words), ",".join(reversed(words)), 1)
-    found = answer_to(server, text=text)
-    assert not found["legal"]
-    assert found["sentence"].startswith("row 1 (rank 0), column 1")
+    answer = answer_to(server, text=text)
+    assert not answer["legal"]
+    assert answer["sentence"].startswith("row 1 (rank 0), column 1")
     assert answer_to(server)["start"] == start["start"], "the server keeps nothing of a page"
 
 
 def test_a_level_of_the_course_has_its_goals(server: EditServer) -> None:
-    (level,) = [each for each in answer_to(server)["levels"] if each["title"].startswith("15:")]
-    found = answer_to(server, level=level["name"])
-    assert found["legal"]
-    assert "goal" in found["sentence"]
+    (level,) = [candidate for candidate in answer_to(server)["levels"] if candidate["title"].startswith("15:")]
+    answer = answer_to(server, level=level["name"])
+    assert answer["legal"]
+    assert "goal" in answer["sentence"]
     status, text = request(server, "POST", f"/{server.token}/judge", '{"level": "none"}')
     assert (status, text) == (404, "there is no level 'none'")
 

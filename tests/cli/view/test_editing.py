@@ -49,8 +49,8 @@ def test_the_starting_point_is_legal_and_as_fast_as_simulate_says(
     schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--pp", "4", "--schedule", schedule, "--microbatches", "8"]
-    found = editor(*words)
-    verdict = found.judge(found.start)
+    schedule_editor = editor(*words)
+    verdict = schedule_editor.judge(schedule_editor.start)
     assert verdict.legal
     assert verdict.sentence == ""
     assert main(["simulate", *words, "--json"]) == 0
@@ -60,8 +60,8 @@ def test_the_starting_point_is_legal_and_as_fast_as_simulate_says(
 
 
 def test_a_move_that_is_illegal_is_refused_with_its_cell() -> None:
-    found = editor("gpipe")
-    verdict = found.judge(swapped(found.start, 0, "0F0", "0B0"))
+    schedule_editor = editor("gpipe")
+    verdict = schedule_editor.judge(swapped(schedule_editor.start, 0, "0F0", "0B0"))
     assert not verdict.legal
     assert verdict.step is None
     assert verdict.sentence.startswith("row 1 (rank 0), column 1, 0B0: it needs 0F0")
@@ -69,10 +69,10 @@ def test_a_move_that_is_illegal_is_refused_with_its_cell() -> None:
 
 
 def test_a_legal_move_changes_the_figures() -> None:
-    found = editor("gpipe", "--microbatches", "8")
-    start = found.judge(found.start).as_dict()["figures"]
+    schedule_editor = editor("gpipe", "--microbatches", "8")
+    start = schedule_editor.judge(schedule_editor.start).as_dict()["figures"]
     other = editor("1f1b", "--microbatches", "8")
-    moved = found.judge(other.start)
+    moved = schedule_editor.judge(other.start)
     assert moved.legal
     assert moved.as_dict()["figures"]["memory"] < start["memory"]
 
@@ -96,8 +96,8 @@ def test_a_saved_file_gives_the_same_step(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = editor("zb-h1", "--microbatches", "6")
-    verdict = found.judge(swapped(found.start, 0, "0W0", "0F5"))
+    schedule_editor = editor("zb-h1", "--microbatches", "6")
+    verdict = schedule_editor.judge(swapped(schedule_editor.start, 0, "0W0", "0F5"))
     assert verdict.legal, verdict.sentence
     file = name.partition(":")[0]
     Path(file).write_text(verdict.files[file])
@@ -108,22 +108,22 @@ def test_a_saved_file_gives_the_same_step(
 def test_a_program_is_checked_without_changing_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PROGRAM)
-    found = editor("mine.py:alone", "--ranks", "1")
-    assert isinstance(found, ProgramEditor)
-    assert found.judge(found.start).legal
-    wrong = found.judge(PROGRAM.replace("reversed(rank.layers)", "rank.layers"))
+    program_editor = editor("mine.py:alone", "--ranks", "1")
+    assert isinstance(program_editor, ProgramEditor)
+    assert program_editor.judge(program_editor.start).legal
+    wrong = program_editor.judge(PROGRAM.replace("reversed(rank.layers)", "rank.layers"))
     assert not wrong.legal
     assert wrong.sentence.startswith("mine.py:1")
-    broken = found.judge(PROGRAM + "\n(")
+    broken = program_editor.judge(PROGRAM + "\n(")
     assert broken.sentence.startswith("mine.py:")
     with trace_limits(None, 0.2):
-        endless = found.judge(
+        endless = program_editor.judge(
             PROGRAM.replace("for l in rank.layers:", "while True: pass\n    for l in rank.layers:", 1)
         )
     assert "mine.py:4" in endless.sentence
     assert "has not come within" in endless.sentence
     assert Path("mine.py").read_text() == PROGRAM
-    found.close()
+    program_editor.close()
 
 
 def test_a_strategy_without_a_schedule_is_refused() -> None:
@@ -139,10 +139,10 @@ def test_an_edited_page_is_not_written(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_schedule_of_another_mesh_keeps_its_data_parallel_ranks() -> None:
-    found = editor("--pp", "2", "--dp-shard", "2", "--schedule", "gpipe", "--microbatches", "8")
-    assert isinstance(found, ScheduleEditor)
-    assert len(found.start.splitlines()) == 2
-    assert found.judge(found.start).legal
+    schedule_editor = editor("--pp", "2", "--dp-shard", "2", "--schedule", "gpipe", "--microbatches", "8")
+    assert isinstance(schedule_editor, ScheduleEditor)
+    assert len(schedule_editor.start.splitlines()) == 2
+    assert schedule_editor.judge(schedule_editor.start).legal
 
 
 def test_the_levels_are_the_exercises_about_pipelines() -> None:
@@ -186,10 +186,10 @@ def test_the_file_of_an_exercise_is_edited_on_the_mesh_and_sizes_on_which_it_is_
     for name in ("pipeline", "buckets", "ring_attention"):
         entry, file = find(name), tmp_path / "course" / f"{name}.py"
         file.write_text(entry.solution_text)
-        found = editor(str(file))
-        judgement = found.judge(found.start)
+        exercise_editor = editor(str(file))
+        judgement = exercise_editor.judge(exercise_editor.start)
         figures = grade(entry.exercise, entry.solution).figures
         assert judgement.step is not None
         assert figures is not None
         assert judgement.step.timelines[0].timeline.end == figures.time
-        found.close()
+        exercise_editor.close()

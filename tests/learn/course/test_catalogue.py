@@ -37,4 +37,7 @@ def test_the_page_lists_every_exercise() -> None:
         r"^\| (\d+) \| `(\w+)` \| (.*?)(?: ★)? \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
     )
     exercises = [entry.exercise for entry in course()]
-    assert rows == [(str(each.number), each.name, each.title, forms[each.kind].format(each.mesh)) for each in exercises]
+    assert rows == [
+        (str(exercise.number), exercise.name, exercise.title, forms[exercise.kind].format(exercise.mesh))
+        for exercise in exercises
+    ]

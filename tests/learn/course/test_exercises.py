@@ -85,9 +85,9 @@ def test_there_are_enough_mistakes_and_three_hints(entry: CourseEntry) -> None:
     ids=[f"{entry.name}-{each.name}" for entry, each in MISTAKES],
 )
 def test_a_mistake_gets_its_own_advice(entry: CourseEntry, mistake: Mistake, tmp_path: Path) -> None:
-    before, after = mistake.edit
-    assert entry.solution_text.count(before) == 1, "the edit has one place"
-    result = grade_text(entry, entry.solution_text.replace(before, after), tmp_path)
+    solution_text, mistake_text = mistake.edit
+    assert entry.solution_text.count(solution_text) == 1, "the edit has one place"
+    result = grade_text(entry, entry.solution_text.replace(solution_text, mistake_text), tmp_path)
     assert not result.passed
     assert result.mistake is mistake, f"{result.finding!r} shows {result.mistake and result.mistake.name}"
     assert mistake.advice in result.verdict
@@ -95,12 +95,16 @@ def test_a_mistake_gets_its_own_advice(entry: CourseEntry, mistake: Mistake, tmp
 
 @pytest.mark.parametrize("entry", sampled(course(), lambda entry: entry.name != "buckets"), ids=NAMES)
 def test_the_solution_of_another_exercise_does_not_pass_without_the_technique(entry: CourseEntry) -> None:
-    mine = entry.exercise
+    exercise = entry.exercise
     for other in course():
-        theirs = other.exercise
-        same = other is entry or (entry.name, other.name) in USE_IT_TOO
-        if not same and theirs.kind == mine.kind and set(mine.techniques) - set(theirs.techniques):
-            assert not grade(mine, other.solution).passed, f"the solution of {other.name} passes"
+        other_exercise = other.exercise
+        uses_technique = other is entry or (entry.name, other.name) in USE_IT_TOO
+        if (
+            not uses_technique
+            and other_exercise.kind == exercise.kind
+            and set(exercise.techniques) - set(other_exercise.techniques)
+        ):
+            assert not grade(exercise, other.solution).passed, f"the solution of {other.name} passes"
 
 
 @each_entry

@@ -90,16 +90,16 @@ def test_a_passed_exercise_is_remembered_and_the_next_one_follows(folder: Course
     assert CourseFolder.open(folder.path).current == "grad_accum"
 
 
-@pytest.mark.parametrize("inside", ["", "notebooks"])
+@pytest.mark.parametrize("subfolder", ["", "notebooks"])
 def test_a_check_in_a_notebook_is_recorded(
-    inside: str, folder: CourseFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subfolder: str, folder: CourseFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.write_notebooks()
     entry = find("one_rank")
     monkeypatch.chdir(tmp_path)
     assert check("one_rank", entry.solution).passed
     assert progress(folder)["passed"] == []  # this is no course folder
-    monkeypatch.chdir(folder.path / inside)
+    monkeypatch.chdir(folder.path / subfolder)
     assert not check("ddp", entry.solution).passed
     assert progress(folder)["passed"] == []
     assert check(0, entry.solution).passed
@@ -152,15 +152,21 @@ def test_a_folder_of_an_older_version_gets_new_exercises_and_new_starts(
 
 
 def test_a_folder_of_a_later_version_keeps_what_this_one_does_not_know(folder: CourseFolder) -> None:
-    known = progress(folder)
-    later = {**known, "format": 9, "medals": ["gold"], "passed": ["flying_pipeline"], "hints": {"flying_pipeline": 2}}
+    old_progress = progress(folder)
+    later = {
+        **old_progress,
+        "format": 9,
+        "medals": ["gold"],
+        "passed": ["flying_pipeline"],
+        "hints": {"flying_pipeline": 2},
+    }
     (folder.path / PROGRESS).write_text(json.dumps(later))
     opened = CourseFolder.open(folder.path)
     opened.grade(solve(opened, "ddp"))
-    written = progress(folder)
-    assert (written["format"], written["medals"]) == (9, ["gold"])
-    assert written["passed"] == ["flying_pipeline", "ddp"]
-    assert written["hints"] == {"flying_pipeline": 2}
+    new_progress = progress(folder)
+    assert (new_progress["format"], new_progress["medals"]) == (9, ["gold"])
+    assert new_progress["passed"] == ["flying_pipeline", "ddp"]
+    assert new_progress["hints"] == {"flying_pipeline": 2}
 
 
 def test_exercises_are_found_by_name_number_and_file(folder: CourseFolder) -> None:

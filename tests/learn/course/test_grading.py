@@ -44,8 +44,8 @@ def test_a_slow_program_gets_advice_on_its_longest_wait() -> None:
     slow = grade(bare("fsdp_prefetch", goals=Goals("a test", time=1.0)), find("fsdp").solution)
     assert slow.stage == "goals"
     assert slow.finding == "too slow: time 24.24, goal 1"
-    where = r"rank 0 stands still longest for all_gather\(layer 0\) on world \(.*fsdp\.py:\d+\): 0\.33\."
-    assert re.match(where, slow.advice)
+    pattern = r"rank 0 stands still longest for all_gather\(layer 0\) on world \(.*fsdp\.py:\d+\): 0\.33\."
+    assert re.match(pattern, slow.advice)
 
 
 def test_a_slow_program_without_waits_gets_advice_on_its_compute() -> None:
@@ -65,8 +65,8 @@ KEPT = [entry for entry in course() if entry.exercise.kind == "rank" and "rank.a
 
 @pytest.mark.parametrize("entry", KEPT, ids=lambda entry: entry.name)
 def test_advice_for_too_much_memory_is_about_the_values_that_take_it(entry: CourseEntry, tmp_path: Path) -> None:
-    kept = re.sub(r"(?<=rank\.activations)\.pop\(((?:[^()]|\([^()]*\))*)\)", r"[\1]", entry.solution_text)
-    result = grade_text(entry, kept, tmp_path)
+    text = re.sub(r"(?<=rank\.activations)\.pop\(((?:[^()]|\([^()]*\))*)\)", r"[\1]", entry.solution_text)
+    result = grade_text(entry, text, tmp_path)
     if result.stage == "goals":
         assert re.search(r"with an excess of activations: activations\[.*\]", result.finding)
         assert result.mistake is None or "activation" in result.advice
@@ -152,10 +152,10 @@ def test_a_step_without_updates_is_told_so(tmp_path: Path) -> None:
 def test_a_whole_weight_that_waits_for_the_backward_pass_does_not_pass(tmp_path: Path) -> None:
     entry = find("pipeline_fsdp")
     gather = '    gather = rank.all_gather(rank.weights[l], axis="dp_shard")\n'
-    kept = entry.solution_text.replace('rank.weights.pop("full"))', 'rank.weights["full"])')
-    kept = kept.replace(f"{gather}    if is_last", "    if is_last")
-    kept = kept.replace('    rank.weights["full"] = await gather\n    grad_weight', "    grad_weight")
-    result = grade_text(entry, kept, tmp_path)
+    text = entry.solution_text.replace('rank.weights.pop("full"))', 'rank.weights["full"])')
+    text = text.replace(f"{gather}    if is_last", "    if is_last")
+    text = text.replace('    rank.weights["full"] = await gather\n    grad_weight', "    grad_weight")
+    result = grade_text(entry, text, tmp_path)
     assert result.stage == "technique"
     assert result.finding.startswith("weights[0] on rank 0 stays whole while the rank waits for the gradient")
 
@@ -270,8 +270,8 @@ def test_something_else_than_a_schedule_or_a_plan_is_refused() -> None:
     assert "the function returned None; return a Plan" in grade(bare("buckets"), lambda: None).finding
     assert "the solution is not a function" in grade(bare("buckets"), 3).finding
     assert "write `def f() -> Plan: ...`" in grade(bare("buckets"), find("ddp").solution).finding
-    few = grade(bare("buckets"), lambda: Plan(Mesh(dp_shard=4)))
-    assert few.finding == "the plan is for 4 ranks; give one for 64"
+    result = grade(bare("buckets"), lambda: Plan(Mesh(dp_shard=4)))
+    assert result.finding == "the plan is for 4 ranks; give one for 64"
 
 
 def test_a_plan_function_that_fails_or_never_ends_is_stopped_at_its_line(tmp_path: Path) -> None:

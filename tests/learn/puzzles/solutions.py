@@ -115,8 +115,8 @@ async def fsdp(model: Model) -> None:
 
 
 def stage_of(model: Model) -> range:
-    each = model.LAYERS // model.RANKS
-    return range(model.rank * each, (model.rank + 1) * each)
+    layers_per_rank = model.LAYERS // model.RANKS
+    return range(model.rank * layers_per_rank, (model.rank + 1) * layers_per_rank)
 
 
 def load_stage(model: Model) -> range:
@@ -173,31 +173,31 @@ async def gpipe(model: Model) -> None:
 async def pipeline_fsdp(model: Model) -> None:
     """Pipelines of four ranks side by side; weights and gradients are sharded over all ranks."""
     depth, place, a, g = model.LAYERS, model.rank % 4, model.activations, model.grad_activations
-    each = depth // 4
-    mine = range(place * each, (place + 1) * each)
+    layers_per_stage = depth // 4
+    own_layers = range(place * layers_per_stage, (place + 1) * layers_per_stage)
     for l in range(depth):
         model.weights["shard", l], model.opt_states[l] = model.load_weights(l, model.rank, model.RANKS)
     for l in range(depth):
-        if l == mine.start:
+        if l == own_layers.start:
             a[l] = model.get_activation([model.rank // 4]) if place == 0 else await model.receive()
         model.weights["whole"] = await model.allgather(model.weights["shard", l], l)
-        if l in mine:
+        if l in own_layers:
             a[l + 1] = model.forward(l, a[l], model.weights["whole"])
         del model.weights["whole"]
-        if l == mine.stop - 1 and place < 3:
-            await model.pass_to(model.rank + 1, a[mine.stop])
+        if l == own_layers.stop - 1 and place < 3:
+            await model.pass_to(model.rank + 1, a[own_layers.stop])
     for l in reversed(range(depth)):
-        if l == mine.stop - 1:
-            g[mine.stop] = model.loss(a[mine.stop]) if place == 3 else await model.receive()
+        if l == own_layers.stop - 1:
+            g[own_layers.stop] = model.loss(a[own_layers.stop]) if place == 3 else await model.receive()
         model.weights["whole"] = await model.allgather(model.weights["shard", l], l)
-        if l in mine:
+        if l in own_layers:
             model.grad_weights[l], g[l] = model.backward(l, a[l], g[l + 1], model.weights["whole"])
             del a[l], g[l + 1]
         else:
             model.grad_weights[l] = model.fake_grad(l, [])
         model.grad_weights[l] = await model.scatterreduce(model.grad_weights[l], l)
         del model.weights["whole"]
-        if l == mine.start and place > 0:
+        if l == own_layers.start and place > 0:
             await model.pass_to(model.rank - 1, g[l])
     for l in range(depth):  # the old shards are left behind
         model.weights[l], model.opt_states[l] = model.update(

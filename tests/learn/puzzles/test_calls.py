@@ -86,18 +86,18 @@ def forgotten_line() -> dict[str, int]:
     return lines
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_the_grade_names_the_line_without_await(way: Callable[[Model], Any]) -> None:
-    verdict = grade("ddp", way).verdict
-    line = forgotten_line()[way.__name__]
+@pytest.mark.parametrize("solution", WAYS, ids=lambda way: way.__name__)
+def test_the_grade_names_the_line_without_await(solution: Callable[[Model], Any]) -> None:
+    verdict = grade("ddp", solution).verdict
+    line = forgotten_line()[solution.__name__]
     assert f"test_calls.py:{line}: rank 0, op 0: allreduce(layer 0) was called without `await`" in verdict
     assert verdict.endswith("so it has not run; write `await model.allreduce(...)`.")
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_so_does_a_run_that_the_student_drives(way: Callable[[Model], Any]) -> None:
+@pytest.mark.parametrize("solution", WAYS, ids=lambda way: way.__name__)
+def test_so_does_a_run_that_the_student_drives(solution: Callable[[Model], Any]) -> None:
     with refuses("not awaited", error=PuzzleRefused):
-        Model.check(run(way, 4, 2, 4))
+        Model.check(run(solution, 4, 2, 4))
 
 
 def test_a_receive_without_await_says_how_to_write_it() -> None:

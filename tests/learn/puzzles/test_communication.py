@@ -146,17 +146,17 @@ SQUARE, ROW = 512 * 512, 512 * 256
 def in_variables(model: Model) -> None:
     """The first puzzle with nothing in a store."""
     depth = model.LAYERS
-    loaded = [model.load_weights(l) for l in range(depth)]
+    weights_and_states = [model.load_weights(l) for l in range(depth)]
     acts = [model.get_activation(range(model.BATCHES))]
     for l in range(depth):
-        acts.append(model.forward(l, acts[l], loaded[l][0]))
+        acts.append(model.forward(l, acts[l], weights_and_states[l][0]))
     grad = model.loss(acts[depth])
     grad_weights: list[WeightGrad] = []
     for l in reversed(range(depth)):
-        grad_weight, grad = model.backward(l, acts[l], grad, loaded[l][0])
+        grad_weight, grad = model.backward(l, acts[l], grad, weights_and_states[l][0])
         grad_weights.append(grad_weight)
     for l, grad_weight in zip(reversed(range(depth)), grad_weights, strict=True):
-        weight, _ = model.update(l, grad_weight, *loaded[l])
+        weight, _ = model.update(l, grad_weight, *weights_and_states[l])
         model.set_final_weight(l, weight)
 
 
@@ -201,8 +201,8 @@ def test_a_value_popped_for_its_last_use_counts_at_that_use(verb: str) -> None:
         out = model.forward(0, model.activations.pop(0) if verb == "pop" else model.activations[0], model.weights[0])
         model.forward(1, out, Weight(1, 2, 0))
 
-    kept = ROW if verb == "keep" else 0
-    assert memory_of(solution) == [SQUARE + ROW, 2 * SQUARE + ROW + kept]
+    kept_elements = ROW if verb == "keep" else 0
+    assert memory_of(solution) == [SQUARE + ROW, 2 * SQUARE + ROW + kept_elements]
 
 
 def test_terms_of_a_sum_count_until_they_are_added() -> None:
@@ -331,9 +331,9 @@ def test_a_solution_beyond_the_time_limit_is_stopped() -> None:
             turns[0] += 1
 
     grade("ddp", solution, seconds=0.2)
-    before = turns[0]
+    turns_at_stop = turns[0]
     time.sleep(0.1)
-    assert turns[0] == before > 0
+    assert turns[0] == turns_at_stop > 0
 
 
 def test_a_picture_of_far_too_many_events_is_not_drawn() -> None:

@@ -140,7 +140,7 @@ def arguments(model: Model) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [
         ({"weight": Weight(1, 2, 0)}, refusal_by("wrong layer", layer=0)),
         ({"weight": Weight(0, 2, 0, {1, 2}, 4)}, refusal_by("partial weight", layer=0, missing=(0, 3))),
@@ -152,10 +152,10 @@ def arguments(model: Model) -> dict[str, Any]:
         ({"grad": "pizza"}, refusal_by("no value", layer=0)),
     ],
 )
-def test_a_backward_pass_with_a_wrong_argument_is_refused(wrong: dict[str, Any], said: ExpectedRefusal) -> None:
+def test_a_backward_pass_with_a_wrong_argument_is_refused(wrong: dict[str, Any], expected: ExpectedRefusal) -> None:
     model = Model(rank=0, layers=1, batches=2)
     forward_and_loss(model)
-    with refuses(said, error=PuzzleRefused):
+    with refuses(expected, error=PuzzleRefused):
         model.backward(0, **arguments(model) | wrong)
     assert len(model.log) == 2, "what is refused is not logged"
     assert model.time == 2, "and takes no time"
@@ -177,7 +177,7 @@ def test_the_loss_reads_the_last_activation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gradient", "said"),
+    ("gradient", "expected"),
     [
         (WeightGrad(0, 1, {2, 3}, 4), refusal_by("missing microbatches", layer=0, missing=(0, 1))),
         (WeightGrad(0, 1, set(range(5)), 5), refusal_by("unknown microbatch", layer=0)),
@@ -186,9 +186,9 @@ def test_the_loss_reads_the_last_activation() -> None:
         (None, refusal_by("no value", layer=0)),
     ],
 )
-def test_an_update_wants_the_gradient_of_the_whole_batch(gradient: WeightGrad, said: ExpectedRefusal) -> None:
+def test_an_update_wants_the_gradient_of_the_whole_batch(gradient: WeightGrad, expected: ExpectedRefusal) -> None:
     model = Model(rank=0, layers=1, batches=4)
-    with refuses(said, error=PuzzleRefused):
+    with refuses(expected, error=PuzzleRefused):
         model.update(0, gradient, *model.load_weights(0, 1, 4))
 
 
@@ -214,15 +214,15 @@ def test_only_gradients_of_one_layer_are_reduced(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected"),
     [
         ("allreduce", Weight(0, 1, 0), refusal_by("no term", layer=0)),
         ("allgather", Activation(0, 1, {0}, 1), refusal_by("wrong kind", layer=0)),
         ("scatterreduce", WeightGrad(0, 1, set(), 1, {0}, 2), refusal_by("partial", layer=0)),
     ],
 )
-def test_a_collective_of_the_wrong_thing_is_refused(name: str, value: object, said: ExpectedRefusal) -> None:
-    with refuses(said, error=PuzzleRefused):
+def test_a_collective_of_the_wrong_thing_is_refused(name: str, value: object, expected: ExpectedRefusal) -> None:
+    with refuses(expected, error=PuzzleRefused):
         results(lambda model: getattr(model, name)(value, 0), 2)
 
 
@@ -265,7 +265,7 @@ def finals(*weights: Weight | None) -> list[Model]:
 
 
 @pytest.mark.parametrize(
-    ("models", "said"),
+    ("models", "expected"),
     [
         (list[Model], refusal_by("wrong number")),
         (lambda: finals(None, None), refusal_by("not kept", layer=0)),
@@ -279,8 +279,10 @@ def finals(*weights: Weight | None) -> list[Model]:
         (lambda: finals(cast(Any, "pizza")), refusal_by("no value", layer=0)),
     ],
 )
-def test_the_check_refuses_what_is_not_updated_once(models: Callable[[], list[Model]], said: ExpectedRefusal) -> None:
-    with refuses(said, error=PuzzleRefused):
+def test_the_check_refuses_what_is_not_updated_once(
+    models: Callable[[], list[Model]], expected: ExpectedRefusal
+) -> None:
+    with refuses(expected, error=PuzzleRefused):
         Model.check(models())
 
 

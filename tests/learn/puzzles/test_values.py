@@ -349,11 +349,11 @@ def test_the_log_says_what_happened_when_and_at_what_memory() -> None:
         await model.receive()
 
     (model,) = run(solution, 1, layers=1, batches=2)
-    row, square, both = 2 * 512 * 256, 512 * 512, frozenset({0, 1})
+    row, square, batches = 2 * 512 * 256, 512 * 512, frozenset({0, 1})
     assert model.log == [
-        Event("forward", 0, 0, 0, 2, 2 * square + row, both),
+        Event("forward", 0, 0, 0, 2, 2 * square + row, batches),
         Event("loss", 1, 0, 2, 0, 2 * square + 2 * row),
-        Event("backward", 0, 0, 2, 2, 2 * square + 3 * row, both),
+        Event("backward", 0, 0, 2, 2, 2 * square + 3 * row, batches),
         Event("allreduce", 0, 0, 4, 0.3, 3 * square + 3 * row),
         Event("update", None, 0, 4.3, 0.5, 3 * square + 3 * row),
         Event("pass", None, 0, 4.8, 0.2, 3 * square + 3 * row, to=0),
@@ -484,9 +484,9 @@ def test_data_parallel_time_does_not_depend_on_the_ranks(ranks: int, layers: int
 
 
 @given(ranks=st.integers(1, 6), each=st.integers(1, 3), batches=st.integers(1, 6))
-def test_a_pipeline_passes_the_batch_once_forward_and_once_back(ranks: int, each: int, batches: int) -> None:
-    layers = ranks * each
-    end = 2 * layers * batches + 2 * (ranks - 1) * 0.4 + each / 2
+def test_a_pipeline_passes_the_batch_once_forward_and_once_back(ranks: int, layers_per_rank: int, batches: int) -> None:
+    layers = ranks * layers_per_rank
+    end = 2 * layers * batches + 2 * (ranks - 1) * 0.4 + layers_per_rank / 2
     assert figures(run(solutions.pipeline, ranks, layers, batches))[1] == round(end, 6)
 
 
