@@ -115,14 +115,14 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
         raise without_checkpoints(run, "checkpoints")
     rows = [_row(folder_of(run / CHECKPOINTS, step), step, verify=verify) for step in steps]
     whole = all(not row["wrong"] for row in rows)
-    good = Text("checksums are right" if verify else "complete", "green")
+    verdict = Text("checksums are right" if verify else "complete", "green")
     columns: dict[str, Callable[[Any], str | Text]] = {
         "step": lambda row: str(row["step"]),
         "plan": lambda row: str(row["plan"]),
         "ranks": lambda row: str(row["ranks"]),
         "bytes": lambda row: "" if row["bytes"] is None else f"{row['bytes']:,}",
         "written": lambda row: str(row["written"]),
-        "state": lambda row: Text("damaged", "red") if row["wrong"] else good,
+        "state": lambda row: Text("damaged", "red") if row["wrong"] else verdict,
     }
     report = Report(run=str(run))
     report.table(columns, rows, "checkpoints", words=6)

@@ -142,12 +142,12 @@ class Collectives:
             unit = 10 if self.ranks <= 10 else 100
             report.line(f"[dim]{unit} and {unit + 1} are elements 0 and 1 of rank 1's tensor; - is no tensor[/]\n")
         for name in names:
-            states, says = results[name,], NAMES[name].format(by=self.reduction)
-            by = self.reduction if name in REDUCING else "sum"
+            states, summary = results[name,], NAMES[name].format(by=self.reduction)
+            operation = self.reduction if name in REDUCING else "sum"
             report.data["collectives"].append(
-                {"name": name, "says": says, "before": states.inputs, "after": states.results}
+                {"name": name, "says": summary, "before": states.inputs, "after": states.results}
             )
-            report.draw(partial(print_shown, states=states, says=says, root=self.root, by=by))
+            report.draw(partial(print_shown, states=states, summary=summary, root=self.root, operation=operation))
             if (matches := is_same(results, name)) is not None:
                 double = results[PAIRS[name]]
                 equal.append({"name": name, "steps": PAIRS[name], "tensors": double.tensors, "same": matches})
@@ -161,20 +161,20 @@ def is_same(results: dict[tuple[str, ...], TensorStates], name: str) -> bool | N
     return None if double is None else double.results == results[name,].results
 
 
-def print_shown(console: Console, states: TensorStates, says: str, root: int, by: str) -> None:
+def print_shown(console: Console, states: TensorStates, summary: str, root: int, operation: str) -> None:
     """Print a collective: its name, what it does, and a row for each rank.
 
     Args:
-        says: description of the result.
+        summary: description of the result.
         root: rank that sends or receives for all others.
-        by: operation of a reduction.
+        operation: name of the reduction.
     """
     (name,) = states.steps
     ranks = range(len(states.inputs))
-    rooted = name in ("broadcast", "scatter", "send")
-    gives = [root] if rooted else ranks
-    takes = [(root + 1) % len(ranks)] if name == "send" else [root] if name in ("gather", "reduce") else ranks
-    lines = diagram(len(ranks), gives, takes, LABELS.get(name, by))
+    has_root = name in ("broadcast", "scatter", "send")
+    senders = [root] if has_root else ranks
+    receivers = [(root + 1) % len(ranks)] if name == "send" else [root] if name in ("gather", "reduce") else ranks
+    lines = diagram(len(ranks), senders, receivers, LABELS.get(name, operation))
     if console.options.ascii_only:
         lines = [line.translate(ASCII) for line in lines]
     is_barrier = name == "barrier"
@@ -183,7 +183,7 @@ def print_shown(console: Console, states: TensorStates, says: str, root: int, by
     for rank in ranks:
         cells = [short(tensors[rank], width, times=is_barrier) for tensors in (states.inputs, states.results)]
         table.add_row(str(rank), cells[0], Text(lines[rank], "cyan"), cells[1])
-    console.print(f"[bold]{name}[/]  {says}")
+    console.print(f"[bold]{name}[/]  {summary}")
     console.print(table)
     console.print()
 
@@ -218,23 +218,23 @@ def short(numbers: Numbers, width: int, *, times: bool = False) -> str:
     return text
 
 
-def diagram(ranks: int, gives: Collection[int], takes: Collection[int], label: str) -> list[str]:
+def diagram(ranks: int, senders: Collection[int], receivers: Collection[int], label: str) -> list[str]:
     """Draw lines from the ranks that give, through a label, to the ranks that receive. Return the text of each rank.
 
     >>> diagram(3, [0, 1, 2], [0, 1, 2], "sum")
     ['──┐       ┌─▶', '──┼─ sum ─┼─▶', '──┘       └─▶']
     """
-    ends = [only for side in (gives, takes) if len(side) == 1 for only in side]
+    ends = [end for side in (senders, receivers) if len(side) == 1 for end in side]
     middle = ends[0] if ends else (ranks - 1) // 2
     lines: list[str] = []
     for rank in range(ranks):
         is_middle = rank == middle
-        into = "──" if rank in gives else "  "
+        tail = "──" if rank in senders else "  "
         center = f"─ {label} ─" if is_middle else " " * (len(label) + 4)
-        out = "─▶" if rank in takes else "  "
-        left_joint = _joint(rank, middle, gives, has_left=rank in gives, has_right=is_middle)
-        right_joint = _joint(rank, middle, takes, has_left=is_middle, has_right=rank in takes)
-        lines.append(into + left_joint + center + right_joint + out)
+        arrow = "─▶" if rank in receivers else "  "
+        left_joint = _joint(rank, middle, senders, has_left=rank in senders, has_right=is_middle)
+        right_joint = _joint(rank, middle, receivers, has_left=is_middle, has_right=rank in receivers)
+        lines.append(tail + left_joint + center + right_joint + arrow)
     return lines
 
 
@@ -244,9 +244,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _column_width(console: Console, used: int, columns: int) -> int:
+def _column_width(console: Console, used_width: int, columns: int) -> int:
     """Return the width in characters of one column of numbers."""
-    return max(8, (console.width - len("rank") - used - 2 * (columns + 2)) // columns)
+    return max(8, (console.width - len("rank") - used_width - 2 * (columns + 2)) // columns)
 
 
 def _joint(rank: int, middle: int, ends: Collection[int], *, has_left: bool, has_right: bool) -> str:

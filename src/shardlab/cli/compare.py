@@ -100,10 +100,10 @@ class Compare:
         """Compare several runs."""
         from shardlab.train.history import read_records, read_run
 
-        alone = {"--cluster": self.cluster, "--other-machine": self.other_machine or None}
-        alone |= {"--recipe": self.recipe, "--trace": self.pictures.trace}
-        if wrong := [name for name, value in alone.items() if value is not None]:
-            raise UserError(f"{wrong[0]} is for the prediction of one run, but {len(self.folders)} runs are given")
+        single_options = {"--cluster": self.cluster, "--other-machine": self.other_machine or None}
+        single_options |= {"--recipe": self.recipe, "--trace": self.pictures.trace}
+        if conflicts := [name for name, value in single_options.items() if value is not None]:
+            raise UserError(f"{conflicts[0]} is for the prediction of one run, but {len(self.folders)} runs are given")
         if len({folder.resolve() for folder in self.folders}) < len(self.folders):
             raise UserError("a run is given twice; give different runs")
         runs = [read_run(folder) for folder in self.folders]
@@ -116,9 +116,9 @@ class Compare:
 
             with writing("--svg", self.pictures.svg):
                 draw_runs(records, self.pictures.svg)
-        compared = [run_figures(run, steps) for run, steps in zip(runs, records.values(), strict=True)]
+        figures = [run_figures(run, steps) for run, steps in zip(runs, records.values(), strict=True)]
         rows = common_steps(list(records.values()))
-        runs_report(compared, rows, self.pictures.files).show(json=self.json)
+        runs_report(figures, rows, self.pictures.files).show(json=self.json)
         return 0
 
     def _beside_prediction(self, folder: Path) -> int:

@@ -222,8 +222,8 @@ class Report:
 
     def print(self, console: Console) -> None:
         """Print the report on a console."""
-        for aligned, parts in groupby(self._parts, lambda part: isinstance(part, Fact) and part.figure is not None):
-            if aligned:
+        for is_aligned, parts in groupby(self._parts, lambda part: isinstance(part, Fact) and part.figure is not None):
+            if is_aligned:
                 print_figures(
                     console, [(part.label, part.figure or "", part.text) for part in parts if isinstance(part, Fact)]
                 )
@@ -339,9 +339,9 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
     by_name = {option.name: option for option in options if not option.is_positional}
     if len(by_name) <= ONE_LIST:
         return _dataclass_like(kind, [_field(option) for option in options])
-    first = [by_name.pop(word) for word in help_tables()["most_used"][name].split()]
+    most_used = [by_name.pop(word) for word in help_tables()["most_used"][name].split()]
     ungrouped = [option for option in by_name.values() if option.group is None]
-    entries = [_field(option) for option in [*positional, *first, *ungrouped]]
+    entries = [_field(option) for option in [*positional, *most_used, *ungrouped]]
     for group in help_tables()["groups"]:
         members = [_field(option) for option in by_name.values() if option.group == group]
         if members:
@@ -376,8 +376,8 @@ def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
             return f"{option.display_name()} is {word!r}; {suggest_name(word, sorted({*choices} - {'None'}))}"
         case parse_errors.InstantiationFailure(argument=option, message=message) if option is not None:
             name = option.display_name()
-            if unfit := re.match(UNFIT_WORD, message):
-                return f"{name}: {unfit[1]} does not fit; give {name} {option.lowered.metavar}"
+            if word_match := re.match(UNFIT_WORD, message):
+                return f"{name}: {word_match[1]} does not fit; give {name} {option.lowered.metavar}"
             text = f"{name}: {message.rstrip('.')}"
         case parse_errors.MissingArgs(missing_arguments=missing):
             names = [
@@ -412,8 +412,8 @@ def meant_by(word: str, flags: Collection[str]) -> str:
     for meaning, peers in help_tables()["peers"].items():
         if option.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
             return f"did you mean {meaning}?" if meaning in flags else meaning
-    close = closest_name(option.removeprefix("--"), [flag.removeprefix("--") for flag in flags])
-    return f"did you mean --{close}?" if close else "--help lists them"
+    guess = closest_name(option.removeprefix("--"), [flag.removeprefix("--") for flag in flags])
+    return f"did you mean --{guess}?" if guess else "--help lists them"
 
 
 def unknown_command(word: str, commands: Collection[str], program: str) -> UserError:
@@ -429,9 +429,9 @@ def unknown_command(word: str, commands: Collection[str], program: str) -> UserE
     """
     peers = help_tables().get(f"peer commands of {program}", {})
     meaning = next((key for key, names in peers.items() if word.lower().replace("_", "-") in names.split()), None)
-    close = meaning or closest_name(word, commands)
+    guess = meaning or closest_name(word, commands)
     lists = f"{program} --help lists all commands"
-    return UserError(f"there is no command {word!r}; " + (f"did you mean {close}? ({lists})" if close else lists))
+    return UserError(f"there is no command {word!r}; " + (f"did you mean {guess}? ({lists})" if guess else lists))
 
 
 def subcommand_names(kind: type[Any]) -> list[str]:
@@ -526,8 +526,8 @@ def _options(kind: type[Any]) -> Iterator[Option]:
             if option.name in helps:
                 extra["help"] = helps[option.name]
             if tyro.conf.FlagCreatePairsOff in about:
-                off = f"no_{option.name}"
-                extra["help_behavior_hint"] = f"(--{off.replace('_', '-')} turns it off)" if off in names else ""
+                switch = f"no_{option.name}"
+                extra["help_behavior_hint"] = f"(--{switch.replace('_', '-')} turns it off)" if switch in names else ""
             annotation = Annotated[(hint, tyro.conf.arg(prefix_name=False, **extra))]
             yield Option(option.name, annotation, option.default, _group(kind, option.name))
 

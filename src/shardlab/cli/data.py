@@ -222,16 +222,16 @@ def progress_of(total: int) -> Generator[Progress]:
     """
     console = Console(file=sys.stderr)
     columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
-    printed = ("", 0)
+    last_progress = ("", 0)
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total or None)
 
         def progress(pass_name: str, finished_bytes: int) -> None:
-            nonlocal printed
+            nonlocal last_progress
             bar.update(task, description=pass_name, completed=finished_bytes)
             tenth = PROGRESS_LINES * finished_bytes // max(1, total)
-            if not console.is_terminal and (pass_name, tenth) != printed and tenth and total > QUIET:
-                printed = pass_name, tenth
+            if not console.is_terminal and (pass_name, tenth) != last_progress and tenth and total > QUIET:
+                last_progress = pass_name, tenth
                 print(f"{pass_name}: {finished_bytes:,} of {total:,} bytes", file=sys.stderr, flush=True)
 
         yield progress

@@ -93,8 +93,8 @@ class Eval:
         file, launched = job_source(self.config), launched_ranks(0) or None
         batch = BatchConfig(None, self.microbatches, self.micro_batch_size).fill(batch_of(file)).fill(DEFAULT_BATCH)
         microbatches, micro_batch_size = batch.cut(1, None)
-        alone = self.strategy is None and self.layout == NO_FLAGS and not file.sections.get("plan")
-        if alone and (self.ranks or launched) in (None, 1):
+        is_default = self.strategy is None and self.layout == NO_FLAGS and not file.sections.get("plan")
+        if is_default and (self.ranks or launched) in (None, 1):
             entry, ranks = entry_from_plan(Plan(Mesh()), "one device"), 1
         else:
             entry, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched)
@@ -107,8 +107,8 @@ class Eval:
             print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
         text_job = text_job.with_widths(text)
         entry = settle_passes(entry, text_job.jobs[-1])
-        settled = (replace(job, strategy=entry.for_job(ranks), passes=entry.passes) for job in text_job.jobs)
-        text_job = replace(text_job, jobs=tuple(settled))
+        jobs = (replace(job, strategy=entry.for_job(ranks), passes=entry.passes) for job in text_job.jobs)
+        text_job = replace(text_job, jobs=tuple(jobs))
         for job in text_job.jobs:
             checked_to_run(entry, job, OptimizerConfig())
         with failures_as_exit():

@@ -63,10 +63,10 @@ class History:
         while console.is_terminal and len(columns) > FEWEST and whole_width(_table(runs, columns)) > console.width:
             columns.pop()
         print_whole(console, _table(runs, columns), folded=0)
-        resumable = [run for run in runs if run.resume]
-        if resumable:
+        resumable_runs = [run for run in runs if run.resume]
+        if resumable_runs:
             console.print()
-        for run in resumable:
+        for run in resumable_runs:
             print_fact(console, "go on", f"after step {run.checkpoints[-1]}: {run.resume}")
         return 0
 

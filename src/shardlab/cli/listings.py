@@ -261,10 +261,10 @@ def strategy_as_json(entry: StrategyEntry) -> dict[str, Any]:
 
 def print_strategies(console: Console) -> None:
     """Print a row for each strategy, in columns if the terminal is wide enough."""
-    wide = console.width >= WIDE
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=wide)
+    is_wide = console.width >= WIDE
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=is_wide)
     table.add_column("name", style="cyan", no_wrap=True)
-    if wide:
+    if is_wide:
         for title in ("split over the ranks", "a rank sends", "a rank keeps"):
             table.add_column(title, min_width=22)
         table.add_column("source", style="dim")
@@ -272,7 +272,7 @@ def print_strategies(console: Console) -> None:
         table.add_column("")
     for entry in STRATEGIES.values():
         cells = [entry.splits, sends_text(entry), entry.memory, entry.source]
-        if not wide:
+        if not is_wide:
             facts = f"{cells[0]}\nsends {cells[1]}\nkeeps {cells[2]}\n"
             cells = [Text.assemble(facts, (entry.source, "dim"))]
         table.add_row(entry.name, *cells)
@@ -397,18 +397,18 @@ def print_hardware(tables: Mapping[str, Mapping[str, Any]], console: Console) ->
         column.justify, column.no_wrap = "left", False
     for name, device in devices.items():
         node = nodes[name]
-        usual = f"{node['devices']} with {node['intra_node']}, {node['nics']} x {node['inter_node']}"
+        node_text = f"{node['devices']} with {node['intra_node']}, {node['nics']} x {node['inter_node']}"
         _, peak = _best_peak(device["flops"])
         figures = memory_text(device["memory"]), f"{device['bandwidth'] / 1e9:,.0f}", f"{peak / 1e12:,.0f}"
-        table.add_row(name, *figures, usual, style="" if device["runs"] else "dim")
+        table.add_row(name, *figures, node_text, style="" if device["runs"] else "dim")
     console.print(table)
     console.print(
         "\nTFLOP/s are dense, in bfloat16 or else float16; no measured run is known on dim devices\n", style="dim"
     )
     table = table_of("link, in one direction", "GB/s", "reached", "a hop", words=1)
     for name, link in links.items():
-        speed, hop = f"{link['bandwidth'] / 1e9:,.4g}", f"{link['latency'] * 1e6:.2g} us"
-        table.add_row(name, speed, f"{link['efficiency']:.0%}", hop)
+        speed, latency = f"{link['bandwidth'] / 1e9:,.4g}", f"{link['latency'] * 1e6:.2g} us"
+        table.add_row(name, speed, f"{link['efficiency']:.0%}", latency)
     console.print(table)
     console.print("\nsources", style="bold")
     for name, device in devices.items():
@@ -462,8 +462,8 @@ def _best_peak(flops: Mapping[str, float]) -> tuple[str, float]:
 
 def _link_text(link: Mapping[str, Any]) -> str:
     """Return the figures of a link in words."""
-    speed, hop = link["bandwidth"] / 1e9, link["latency"] * 1e6
-    return f"{speed:,.4g} GB/s, of which collectives reach {link['efficiency']:.0%}; {hop:.2g} us a hop"
+    speed, latency = link["bandwidth"] / 1e9, link["latency"] * 1e6
+    return f"{speed:,.4g} GB/s, of which collectives reach {link['efficiency']:.0%}; {latency:.2g} us a hop"
 
 
 def as_text(value: Any) -> str:

@@ -75,18 +75,18 @@ MOST_DRAWN = 500_000
 """Largest number of events in a picture. Drawing so many takes some seconds."""
 
 
-def one_word_option(metavar: str, read: Callable[[str], Any], kind: type) -> PrimitiveConstructorSpec[Any]:
+def one_word_option(metavar: str, parse: Callable[[str], Any], kind: type) -> PrimitiveConstructorSpec[Any]:
     """Return the tyro constructor of an option that takes one word.
 
     Args:
         metavar: placeholder of the value in the help.
-        read: parser of the word. tyro prints the message of its ValueError.
+        parse: parser of the word. tyro prints the message of its ValueError.
         kind: type of the parsed value.
     """
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
-        instance_from_str=lambda words: read(words[0]),
+        instance_from_str=lambda words: parse(words[0]),
         is_instance=lambda value: value is None or isinstance(value, kind),
         str_from_instance=lambda value: [str(value)],
     )
@@ -225,8 +225,8 @@ def option_values(command: object) -> dict[str, Any]:
 def switch_flags(name: str, about: str) -> Iterator[tuple[str, Any, bool]]:
     """Yield the fields of the two flags `--name` and `--no-name`: name, type for tyro, and default."""
     yield name, Annotated[Flag, tyro.conf.arg(help=about)], False
-    off = f"Turn --{name.replace('_', '-')} off, even if the preset or config file turns it on."
-    yield f"no_{name}", Annotated[Flag, tyro.conf.arg(help=off)], False
+    help_text = f"Turn --{name.replace('_', '-')} off, even if the preset or config file turns it on."
+    yield f"no_{name}", Annotated[Flag, tyro.conf.arg(help=help_text)], False
 
 
 def switch_value(options: object, name: str, opposite: str | None = None) -> bool | None:
@@ -344,10 +344,10 @@ def sequences_of_step(tokens_per_step: str | None, global_batch: int | None, len
     tokens = parse_tokens(tokens_per_step, "--tokens-per-step")
     sequences, rest = divmod(tokens, length)
     if rest or not sequences:
-        near = f"{sequences} or {sequences + 1}" if sequences else "1"
+        choices = f"{sequences} or {sequences + 1}" if sequences else "1"
         raise UserError(
             f"{tokens:,} tokens are not a whole number of sequences of {length:,} tokens; give --global-batch "
-            f"{near} ({max(sequences, 1) * length:,} tokens)"
+            f"{choices} ({max(sequences, 1) * length:,} tokens)"
         )
     return sequences
 

@@ -163,12 +163,12 @@ class PlanOptions:
             flags["passes"] = with_offload(plan.passes, words)
         if axes:
             _require_all_axes(axes, plan.mesh, name or str(path))
-        changed = {name: field_types(Plan)[name].of_words(words) for name, words in flags.items()}
-        plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changed)
+        changes = {name: field_types(Plan)[name].of_words(words) for name, words in flags.items()}
+        plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changes)
         if follows and ranks is not None:
             plan = plan.on(ranks)
-        idle = [(name, reason) for name, reason in plan.without_effect().items() if name in changed]
-        print_notes(tuple(f"--{name.replace('_', '-')} {reason}" for name, reason in idle))
+        idle_flags = [(name, reason) for name, reason in plan.without_effect().items() if name in changes]
+        print_notes(tuple(f"--{name.replace('_', '-')} {reason}" for name, reason in idle_flags))
         if ranks not in (None, plan.mesh.world):
             raise UserError(
                 f"the plan's mesh {plan.mesh} does not fit on {counted(ranks, 'rank')}; leave out --ranks or change "
@@ -336,11 +336,11 @@ def _require_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
     Raises:
         UserError: with the missing axes.
     """
-    has = mesh.used
-    if forgotten := [axis for axis in has if axis not in axes]:
+    sizes = mesh.used
+    if other_axes := [axis for axis in sizes if axis not in axes]:
         raise UserError(
-            f"the mesh of {name} has {' x '.join(has)}, but {' and '.join(forgotten)} is left out; give every axis, "
-            f"such as {as_flags({**has, **axes})}"
+            f"the mesh of {name} has {' x '.join(sizes)}, but {' and '.join(other_axes)} is left out; give every axis, "
+            f"such as {as_flags({**sizes, **axes})}"
         )
 
 

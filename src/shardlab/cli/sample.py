@@ -88,20 +88,20 @@ class Sample:
 
         choice = TokenSampling(self.temperature, self.top_k, self.top_p, self.seed)
         source = open_source(self.folder)
-        model, cached = for_text(source.model), not self.no_cache
+        model, use_cache = for_text(source.model), not self.no_cache
         tokenizer = (
             require_tokenizer(self.folder, model.vocab_size)
             if self.data is None
             else PreparedFolder.open(self.data).tokenizer()
         )
-        flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device())
+        flat_weights = whole_weights(source.model, initial_from(self.folder, source.model), pick_device())
         writing = in_writing(source.model, threads_of([CpuShare.of_this_process()]))
         with writing, kernel_choices(KeptChoices().read(torch.get_num_threads())):
             if self.chat:
                 template = chat_template(self.folder, tokenizer)
-                self._chat(Conversation(model, flats, tokenizer, template, choice, self.tokens, cached))
+                self._chat(Conversation(model, flat_weights, tokenizer, template, choice, self.tokens, use_cache))
             else:
-                self._continue(TextGenerator(model, flats, choice, cached=cached), model, tokenizer)
+                self._continue(TextGenerator(model, flat_weights, choice, cached=use_cache), model, tokenizer)
         return 0
 
     def _continue(self, writer: TextGenerator, model: Model, tokenizer: Tokenizer) -> None:

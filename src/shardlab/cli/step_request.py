@@ -113,7 +113,7 @@ class StepRequest:
             flags["cluster"]["switches"] = {**in_file, **switches_of(words)}
         sources = [file, ConfigSource("flags", flags)]
         tables = {table: merge_fields(sources, table) for table in OPTIONS if table != "batch"}
-        optimizer, others = tables["optimizer"], ("strategy", "layout", "ranks", "tokens_per_step", "as_if")
+        optimizer, names = tables["optimizer"], ("strategy", "layout", "ranks", "tokens_per_step", "as_if")
         return cls(
             model=tables["model"].pop("model", None),
             model_fields=tables["model"],
@@ -123,7 +123,7 @@ class StepRequest:
             ema=optimizer.get("ema") is not None,
             file=file,
             **tables["cluster"],
-            **{name: getattr(command, name) for name in others if hasattr(command, name)},
+            **{name: getattr(command, name) for name in names if hasattr(command, name)},
         )
 
     @cached_property
@@ -274,27 +274,27 @@ class StepRequest:
         return None if fixes_ranks or (name is not None and load(name).ranks == 1) else self.found_cluster.size
 
     def _as_recipe_does(self, entry: StrategyEntry, ranks: int) -> StrategyEntry:
-        flags, defaults, can = self.layout.flag_values(), self.found_recipe.defaults, self.found_recipe.can_run
+        flags, defaults, support = self.layout.flag_values(), self.found_recipe.defaults, self.found_recipe.can_run
         from_file = self.strategy is None and not self.layout.names_mesh
         if entry.plan is None or "plan" in flags or (from_file and "mesh" in self.file.sections.get("plan", {})):
             return entry
-        plan, changed = entry.plan(ranks), dict[str, object]()
-        sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in flags)
-        zero, mesh = can.conform_stage(defaults.zero_stage, plan.mesh.pp), plan.mesh
+        plan, changes = entry.plan(ranks), dict[str, object]()
+        is_sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in flags)
+        zero, mesh = support.conform_stage(defaults.zero_stage, plan.mesh.pp), plan.mesh
         if "reduce_at" not in flags and plan.reduce_at == "layer":
-            changed["reduce_at"] = defaults.reduction(plan.zero_stage if sharded else zero)
+            changes["reduce_at"] = defaults.reduction(plan.zero_stage if is_sharded else zero)
         if "recompute" not in flags and plan.recompute == "none":
-            changed["recompute"] = defaults.recompute
-        if defaults.zero_stage and zero and mesh.dp_shard > 1 and not sharded:
-            axes = ("dp_shard", *(("cp",) if mesh.cp > 1 and can.shards_over_cp == "always" else ()))
-            whole = defaults.gradient_sync == "last" or (can.gradients_with_pp == "whole" and mesh.pp > 1)
-            changed["shard_optimizer"] = axes
-            changed["shard_gradients"] = axes if zero == 2 or (zero == 3 and not whole) else ()
-            changed["shard_parameters"] = axes if zero == 3 else ()
-            if zero == 3 and "reshard_after" not in flags and (choices := can.reshards(mesh.pp)):
-                changed["reshard_after"] = choices[0]
-        changed = {name: value for name, value in changed.items() if value != getattr(plan, name)}
-        return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
+            changes["recompute"] = defaults.recompute
+        if defaults.zero_stage and zero and mesh.dp_shard > 1 and not is_sharded:
+            axes = ("dp_shard", *(("cp",) if mesh.cp > 1 and support.shards_over_cp == "always" else ()))
+            whole = defaults.gradient_sync == "last" or (support.gradients_with_pp == "whole" and mesh.pp > 1)
+            changes["shard_optimizer"] = axes
+            changes["shard_gradients"] = axes if zero == 2 or (zero == 3 and not whole) else ()
+            changes["shard_parameters"] = axes if zero == 3 else ()
+            if zero == 3 and "reshard_after" not in flags and (choices := support.reshards(mesh.pp)):
+                changes["reshard_after"] = choices[0]
+        changes = {name: value for name, value in changes.items() if value != getattr(plan, name)}
+        return entry_from_plan(replace(plan, **changes), entry.name) if changes else entry
 
 
 def default_precision(recipe: Recipe, device: Device) -> Precision:

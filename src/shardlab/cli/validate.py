@@ -135,18 +135,18 @@ def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
 def _add_memory_verdicts(report: Report, outcomes: Sequence[Outcome]) -> None:
     """Add how many out-of-memory runs are predicted not to fit, and the runs for which the prediction is wrong."""
     oom_runs = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
-    wrong = wrong_fits(outcomes)
+    mistakes = wrong_fits(outcomes)
     if oom_runs:
-        right_count = len(oom_runs) - sum(outcome in wrong for outcome in oom_runs)
+        right_count = len(oom_runs) - sum(outcome in mistakes for outcome in oom_runs)
         report.line(f"{right_count} of {len(oom_runs)} runs that ran out of memory are predicted not to fit.")
     for verdict, out in (("to fit but ran out of memory", True), ("not to fit but ran", False)):
-        wrong_runs = [outcome for outcome in wrong if outcome.measured.out_of_memory is out]
+        wrong_runs = [outcome for outcome in mistakes if outcome.measured.out_of_memory is out]
         if wrong_runs:
             report.line(f"Said {verdict}:")
         for outcome in wrong_runs:
             assert outcome.prediction is not None
             report.line(Text(f"  {outcome.id}: {outcome.prediction.bytes / GIB:.1f} GiB"))
-    if oom_runs or wrong:
+    if oom_runs or mistakes:
         report.line()
 
 

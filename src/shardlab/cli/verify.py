@@ -244,8 +244,8 @@ def add_lossy_run(report: Report, verdict: Verdict) -> None:
     report.fact("casts", "disabled in float64; the same in float32, with casts:")
     report.data["with_casts"] = {"precision": "fp32", **asdict(verdict.exact)}
     pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
-    for name, (error, alone) in zip(("loss_error", "gradient_error", "weight_error"), pairs, strict=True):
-        report.fact(name, f"from float64; one device in float32 {alone:.2e}", f"{error:.2e}")
+    for name, (error, one_device) in zip(("loss_error", "gradient_error", "weight_error"), pairs, strict=True):
+        report.fact(name, f"from float64; one device in float32 {one_device:.2e}", f"{error:.2e}")
 
 
 def as_json(results: Sequence[CaseResult], total: int, seconds: float) -> dict[str, Any]:
@@ -272,20 +272,20 @@ def print_tables(results: Sequence[CaseResult], total: int, seconds: float, cons
     """
     from shardlab.train.verification.cases import ALONE, TOLERANCE
 
-    alone = [result for result in results if result.case.column == ALONE]
+    strategy_cases = [result for result in results if result.case.column == ALONE]
     pairs = [result for result in results if result.case.column != ALONE]
-    for title, rows in (("strategy", alone), ("sharding", pairs), ("pipeline", pairs)):
+    for title, rows in (("strategy", strategy_cases), ("sharding", pairs), ("pipeline", pairs)):
         if rows:
             console.print(_table(rows, title))
             console.print()
-    bad = [result for result in results if not result.ok]
-    for result in bad:
+    failures = [result for result in results if not result.ok]
+    for result in failures:
         console.print(Text(str(result), "red"))
     criterion = "the largest error max|a - b| / max|b| of loss, gradients, weights"
     count = f"{len(results)} of {total} cases" if len(results) < total else f"{total} cases"
     console.print(f"[dim]{count} in {seconds:.0f} s: {criterion}[/]")
-    if bad:
-        console.print(f"[red]{counted(len(bad), 'case')} wrong[/]")
+    if failures:
+        console.print(f"[red]{counted(len(failures), 'case')} wrong[/]")
     elif results:
         console.print(f"[green]{'all' if len(results) == total else 'these'} within {TOLERANCE:.0e}[/]")
 

@@ -110,17 +110,17 @@ class Measuring:
             raise UserError(f"--plot {self.plot}: its name must end in {alternatives(PLOTS)}")
         if self.save:
             profile_to_update(self.profile)  # before minutes of measuring, not after
-        failure, status, tells = "", 0, True
+        failure, status, is_reporter = "", 0, True
         with tempfile.TemporaryDirectory(prefix="shardlab-") as folder:
             file = Path(folder, "points.jsonl")
             try:
-                tells = run_ranks(ranks, function, bench, file)
+                is_reporter = run_ranks(ranks, function, bench, file)
             except RankFailed as error:
                 failure, status = str(error), 1
             except KeyboardInterrupt as interrupt:
                 failure, status = f"interrupted{f' ({interrupt})' if str(interrupt) else ''}", INTERRUPTED
             points = read_points(file)
-        if tells and points:
+        if is_reporter and points:
             self._report(points, failure, show, draw)
         if failure:
             note = "; the above was measured before" if points and not self.json else ""

@@ -45,8 +45,8 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
     except (RankFailed, Refused, UserError) as error:
         return replace(row, why_not=str(error), failed=True)
     if not timing.agrees:
-        differ = f"losses differ by {timing.loss_error:.1e} (relative), so times do not count"
-        return replace(row, why_not=differ, failed=True)
+        reason = f"losses differ by {timing.loss_error:.1e} (relative), so times do not count"
+        return replace(row, why_not=reason, failed=True)
     return replace(row, timing=timing)
 
 
@@ -61,19 +61,19 @@ def settle_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
 def add_passes(report: Report, rows: Sequence[PassesRow], ranks: int) -> None:
     """Add a table of gains for each size of the model."""
     for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
-        mine = list(of_size)
+        size_rows = list(of_size)
         report.line(f"[bold]{title}[/]\n")
         table = table_of("ours", "pass", "predicted", "measured", "middle half", words=2)
-        for row in mine:
+        for row in size_rows:
             for number, cells in enumerate(_cells(row)):
                 table.add_row("" if number else row.pair.name, *cells)
         report.line(table)
         report.line()
-        for row in mine:
+        for row in size_rows:
             if row.why_not:
                 report.fact(row.pair.name, f"not timed: {row.why_not.splitlines()[-1]}", style="yellow")
-            elif idle := _idle_passes_text(row):
-                report.fact(row.pair.name, idle)
+            elif idle_passes := _idle_passes_text(row):
+                report.fact(row.pair.name, idle_passes)
         report.line()
     assumed = any(row.device == DEVICE for row in rows)
     prices = "of unmeasured cores (shardlab bench measures them)" if assumed else "that shardlab bench measured"
@@ -145,12 +145,12 @@ class PassesRow:
 def _idle_passes_text(row: PassesRow) -> str:
     """Return the passes that changed nothing. If the user named a pass, the reason is added."""
     requested = {request.name for request in named_passes(row.pair.passes) if request.by_name}
-    idle = [
+    texts = [
         f"{result.name} ({result.why_not})" if result.name in requested else result.name
         for result in row.pass_results
         if result.why_not
     ]
-    return f"nothing to do, or to gain: {', '.join(idle)}" if idle else ""
+    return f"nothing to do, or to gain: {', '.join(texts)}" if texts else ""
 
 
 def _cells(row: PassesRow) -> Iterator[tuple[str | Text, ...]]:

@@ -55,10 +55,10 @@ def add_collectives(report: Report, points: Sequence[Point], verbose: bool = Fal
         times = [f"us at {end}" for end in ends]
         table = table_of(f"{ranks} ranks", *times, "bus GB/s", "latency us", "GB/s", "error", "hidden", gap=1)
         for kind in dict.fromkeys(point.kind for point in measured if point.ranks == ranks):
-            mine = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
+            kind_points = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
             hidden = [point.overlap for point in overlap_points if (point.kind, point.ranks) == (kind, ranks)]
             overlap = hidden_text(median(hidden)) if hidden else "-"
-            table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), overlap)
+            table.add_row(kind, *_times(kind_points, len(times)), *_line(fits.get((kind, ranks))), overlap)
         report.line(table)
         report.line()
     report.fact("us, bus GB/s", f"called repeatedly, alone; bandwidth at {ends[-1]}, computed as in nccl-tests")
@@ -67,11 +67,11 @@ def add_collectives(report: Report, points: Sequence[Point], verbose: bool = Fal
     if overlap_points:
         text = "share of the shorter one, if it runs beside compute (median over sizes); none: both get slower"
         report.fact("hidden", text)
-    wrong = [point for point in measured if point.wrong]
-    for point in wrong:
+    wrong_points = [point for point in measured if point.wrong]
+    for point in wrong_points:
         text = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
         report.fact("wrong", text, style="bold red")
-    if not wrong:
+    if not wrong_points:
         report.fact("results", "correct at every size")
     _add_doubts(report, fits)
 
@@ -100,8 +100,8 @@ def add_compute(report: Report, points: Sequence[Point], verbose: bool = False) 
         errors = rate_errors(layers, fit_kernels(layers))
         text = f"median error {errors.median:.0%}, largest {errors.worst:.0%}, of {errors.points} timings"
         report.fact("fit", f"{layers[0].processes} at once: {text}")
-    counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
-    too_fast = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
+    layer_points = [point for point in points if isinstance(point, LayerPoint) and point.flops]
+    too_fast = [point for point in layer_points if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
     if too_fast:
         text = "faster than the peak, because the machine was busy when the peak was measured; measure again"
         report.fact("doubtful", f"{len(too_fast)} timings are {text}", style="yellow")
@@ -110,13 +110,13 @@ def add_compute(report: Report, points: Sequence[Point], verbose: bool = False) 
 def add_rows(report: Report, rows: Sequence[PairRow], ranks: int) -> None:
     """Add the tables of each size, and below them the pairs that were not compared."""
     for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
-        mine = list(of_size)
+        size_rows = list(of_size)
         report.line(f"[bold]{title}[/]\n")
-        if any(row.compared for row in mine):
-            _add_ratios(report, mine)
-            _add_parts(report, mine)
-            _add_passes(report, mine)
-        missing = [row for row in mine if row.compared is None]
+        if any(row.compared for row in size_rows):
+            _add_ratios(report, size_rows)
+            _add_parts(report, size_rows)
+            _add_passes(report, size_rows)
+        missing = [row for row in size_rows if row.compared is None]
         for row in missing:
             report.fact(row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", style="yellow")
         if missing:
@@ -235,20 +235,20 @@ def _times(points: Sequence[CollectivePoint], count: int) -> list[str]:
     return [*times, f"{last.bus_bandwidth / GIGA:.3f}"]
 
 
-def _line(fitted: FittedLine | None) -> tuple[str, str, str]:
-    if fitted is None:
+def _line(fit: FittedLine | None) -> tuple[str, str, str]:
+    if fit is None:
         return "-", "-", "-"
-    bandwidth = f"{1 / fitted.line.beta / GIGA:.3f}" if fitted.line.beta else "-"
-    return f"{fitted.line.alpha / MICRO:,.0f}", bandwidth, f"{fitted.errors.median:.0%}"
+    bandwidth = f"{1 / fit.line.beta / GIGA:.3f}" if fit.line.beta else "-"
+    return f"{fit.line.alpha / MICRO:,.0f}", bandwidth, f"{fit.errors.median:.0%}"
 
 
 def _add_doubts(report: Report, fits: dict[tuple[str, int], FittedLine]) -> None:
     """Add each reason to doubt fitted lines, with the collectives of these lines."""
     several = len({ranks for _, ranks in fits}) > 1
-    for reason in dict.fromkeys(fitted.doubt for fitted in fits.values() if fitted.doubt):
-        keys = [key for key, fitted in fits.items() if fitted.doubt == reason]
-        doubted = [f"{kind} of {ranks}" if several else kind for kind, ranks in keys]
-        report.fact("doubtful", f"{', '.join(doubted)}: {reason}", style="yellow")
+    for reason in dict.fromkeys(fit.doubt for fit in fits.values() if fit.doubt):
+        keys = [key for key, fit in fits.items() if fit.doubt == reason]
+        labels = [f"{kind} of {ranks}" if several else kind for kind, ranks in keys]
+        report.fact("doubtful", f"{', '.join(labels)}: {reason}", style="yellow")
 
 
 def _peak_of(point: LayerPoint, peaks: dict[tuple[str, int], PeakPoint]) -> float:
@@ -276,10 +276,10 @@ def _add_ratios(report: Report, rows: Sequence[PairRow]) -> None:
 
 def _add_passes(report: Report, rows: Sequence[PairRow]) -> None:
     """Add the passes that rewrote our programs."""
-    rewritten = [row.pair for row in rows if row.compared and row.pair.passes != "none"]
-    for pair in rewritten:
+    pairs = [row.pair for row in rows if row.compared and row.pair.passes != "none"]
+    for pair in pairs:
         report.fact(pair.name, f"after {pair.passes}")
-    if rewritten:
+    if pairs:
         report.line()
 
 

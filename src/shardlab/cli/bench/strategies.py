@@ -123,9 +123,9 @@ class BenchStrategies:
             add_passes(report, [row for row in rows if not isinstance(row, PairRow)], self.ranks)
         else:
             add_rows(report, [row for row in rows if isinstance(row, PairRow)], self.ranks)
-            used = {row.compared.transport for row in rows if isinstance(row, PairRow) and row.compared}
-            if used:
-                report.line(f"both sides communicate by {', '.join(sorted(used))}")
+            transports = {row.compared.transport for row in rows if isinstance(row, PairRow) and row.compared}
+            if transports:
+                report.line(f"both sides communicate by {', '.join(sorted(transports))}")
         return report
 
     def _rows(self, pairs: Sequence[StrategyPair], sizes: Sequence[Size]) -> Iterator[PairRow | PassesRow]:
@@ -159,13 +159,13 @@ class BenchStrategies:
         try:
             pair = settle_pair(pair, size, self.ranks)
             arguments = pair, size, self.turns, self.transport or ""
-            compared = run_ranks(self.ranks, compare_rank, *arguments, joining=Rendezvous(dynamo=True))
+            comparison = run_ranks(self.ranks, compare_rank, *arguments, joining=Rendezvous(dynamo=True))
         except (RankFailed, Refused, UserError) as error:
             return PairRow(pair, size, None, str(error), failed=True)
-        if not compared.agrees:
-            differ = f"losses differ by {compared.loss_error:.1e} (relative), so times do not count"
-            return PairRow(pair, size, None, differ, failed=True)
-        return PairRow(pair, size, compared)
+        if not comparison.agrees:
+            reason = f"losses differ by {comparison.loss_error:.1e} (relative), so times do not count"
+            return PairRow(pair, size, None, reason, failed=True)
+        return PairRow(pair, size, comparison)
 
     def _write(self, folder: Path, results: dict[str, object], rows: Sequence[PairRow]) -> None:
         from shardlab.measure.plot import plot_strategies

@@ -69,8 +69,8 @@ class ExplainReport:
 
     def _add_keys(self, report: Report, config: Config, *, verbose: bool) -> None:
         version = f" of {config.version}" if config.version else ""
-        others = f"{len(config.ignored)} that change neither time nor memory"
-        counts = f"{counted(len(config.understood), 'key')}, and {others}"
+        ignored_text = f"{len(config.ignored)} that change neither time nor memory"
+        counts = f"{counted(len(config.understood), 'key')}, and {ignored_text}"
         report.fact("understood", f"{config.table.framework}{version}: {counts}")
         report.data["understood"] = [
             {"key": key.key, "value": key.value, "line": key.line or None} for key in config.understood
@@ -146,8 +146,8 @@ class ExplainReport:
         doubt = may_not_fit(self.confidences, memory.total, memory.capacity) if memory.fits else ""
         report.data["how_sure"] = sure_as_json(self.confidences, doubt)
         excess = f", {bytes_text(memory.needed - capacity, 1)} too much" if not memory.fits else ""
-        fits = f"of {memory_text(capacity)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{excess}"
-        report.fact("memory", fits, bytes_text(total, 1), style="" if memory.fits else "bold red")
+        verdict = f"of {memory_text(capacity)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{excess}"
+        report.fact("memory", verdict, bytes_text(total, 1), style="" if memory.fits else "bold red")
         parts = {**peak.by_category, "beyond tensors": max(0.0, total - peak.bytes)}
         report.fact("", _parts(total, parts), "")
         report.facts("how sure", [*map(str, self.confidences), doubt])

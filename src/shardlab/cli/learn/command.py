@@ -104,8 +104,8 @@ class Watch:
                 console.print()
                 console.print(Text(f"waiting for the next save of {file} (Ctrl-C ends)", "dim"))
                 missing = 0
-                while (now := _stamp(file)) in (stamp, None):
-                    missing = missing + 1 if now is None else 0
+                while (new_stamp := _stamp(file)) in (stamp, None):
+                    missing = missing + 1 if new_stamp is None else 0
                     if missing == POLLS_UNTIL_MISSING:
                         words = "init . --notebook" if file.suffix == NOTEBOOK else f"reset {entry.name}"
                         console.print(Text(f"{file} is gone; for its start again: shardlab learn {words}"))
@@ -279,15 +279,15 @@ def _grade(console: Console, folder: CourseFolder, entry: CourseEntry, name: str
     if not grade.passed:
         console.print(Text(f"Stuck? {shell_command(f'learn hint {entry.name}')}", "dim"), soft_wrap=True)
         return False
-    following = folder.find(None)
+    next_entry = folder.find(None)
     source = name if name and name.endswith(NOTEBOOK) else entry.name
     goal = "Train a GPT" if entry.exercise.trains else "See what can be run"
     console.print(Text(f"{goal} with it: {shell_command(f'learn run {source}')}"), soft_wrap=True)
-    if following.name in folder.passed:
+    if next_entry.name in folder.passed:
         console.print("All exercises are passed.")
     else:
-        file = folder.file(following, f"{NOTEBOOKS}/{following.name}{NOTEBOOK}" if source != entry.name else None)
-        print_line(console, Text(f"Next: {file}, exercise {following.exercise.number}"))
+        file = folder.file(next_entry, f"{NOTEBOOKS}/{next_entry.name}{NOTEBOOK}" if source != entry.name else None)
+        print_line(console, Text(f"Next: {file}, exercise {next_entry.exercise.number}"))
     return True
 
 

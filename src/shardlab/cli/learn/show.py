@@ -42,9 +42,9 @@ def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
     if rows := grade.rows():
         console.print()
         width = max(len(text) for row in rows for text in (row.value, row.goal))
-        for name, value, goal, missed in rows:
+        for name, value, goal, is_missed in rows:
             parts = [(f"{name:<16}", "dim"), f"{value:>{width}}", ("   goal ", "dim"), goal or "none"]
-            console.print(Text.assemble(*parts, ("   missed" if missed else "", "yellow")))
+            console.print(Text.assemble(*parts, ("   missed" if is_missed else "", "yellow")))
     if grade.published is not None and grade.passed:
         console.print(Text(published_text(grade), "dim"))
     console.print()
@@ -118,14 +118,14 @@ def list_report(folder: CourseFolder, entries: Iterable[CourseEntry]) -> Report:
 
 
 def results_report(
-    grades: Sequence[ExerciseGrade], not_started: Set[str] = frozenset(), recorded: Sequence[str] = ()
+    grades: Sequence[ExerciseGrade], not_started: Set[str] = frozenset(), earlier_passes: Sequence[str] = ()
 ) -> Report:
     """Return the results of all files. The console shows no findings for exercises that are not started.
 
     Args:
         grades: grades of the files.
         not_started: names of the exercises whose file is unchanged.
-        recorded: names of the exercises that were passed before: with another file, or in a notebook.
+        earlier_passes: names of the exercises that were passed before: with another file, or in a notebook.
     """
     report = Report()
     rows = [{**grade_fields(grade), "started": grade.exercise.name not in not_started} for grade in grades]
@@ -133,7 +133,7 @@ def results_report(
     def result(row: dict[str, Any]) -> str:
         if row["passed"] or row["started"]:
             return "passed" if row["passed"] else "not passed"
-        return "passed before" if row["name"] in recorded else "not started"
+        return "passed before" if row["name"] in earlier_passes else "not started"
 
     report.table(
         {

@@ -141,11 +141,11 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
             f"what its step consists of: {shell_command(f'simulate {size} {as_flags(chosen_fields(plan))}')}"
         )
     if not isinstance(exercise.layers, int) and exercise.layers.tied:
-        shards = " --shard-optimizer dp_shard" if exercise.mesh.dp_shard > 1 else ""
+        sharding = " --shard-optimizer dp_shard" if exercise.mesh.dp_shard > 1 else ""
         raise UserError(
             f"{entry.name} has tied layers on two stages. In a model that is trained, the embedding is part of the "
             "first block and the head of the last, so only a plan can tie them: "
-            + shell_command(f"train {as_flags(exercise.mesh.used)}{shards} --tied")
+            + shell_command(f"train {as_flags(exercise.mesh.used)}{sharding} --tied")
         )
     if exercise.kind == "plan":
         plan = getattr(load_module(file), entry.name)()
@@ -229,7 +229,7 @@ def comparison_report(folder: Path) -> Report:
         {"what": part, "unit": "ms", **_mean_pair([getattr(row, name) for row in result.ranks], 1e3)}
         for part, (name, _) in PARTS.items()
     ]
-    fullest = max((row.memory for row in result.ranks), key=_measured)
+    peak_memory = max((row.memory for row in result.ranks), key=_measured)
     report = Report()
     report.line()
     report.table(
@@ -238,7 +238,7 @@ def comparison_report(folder: Path) -> Report:
             "predicted": lambda row: _cell(row["predicted"], row["unit"]),
             "measured": lambda row: _cell(row["measured"], row["unit"]),
         },
-        [step, *parts, {"what": "peak memory", "unit": "MiB", **_pair(fullest, 2**-20)}],
+        [step, *parts, {"what": "peak memory", "unit": "MiB", **_pair(peak_memory, 2**-20)}],
         "comparison",
     )
     report.line()

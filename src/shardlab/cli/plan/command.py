@@ -257,11 +257,11 @@ class PlanCommand:
         Raises:
             UserError: with these options.
         """
-        graded = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch if self.recipe else (), json=self.json)
+        default = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch if self.recipe else (), json=self.json)
         options = {flag.name: getattr(self, flag.name) for flag in fields(self) if flag.name not in ("layout", "sizes")}
-        changed = {name: value for name, value in options.items() if value != getattr(graded, name)}
-        if wrong := " ".join(filter(None, (as_flags(changed | self.layout.flag_values()), *self.sizes.words()))):
-            raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
+        changes = {name: value for name, value in options.items() if value != getattr(default, name)}
+        if words := " ".join(filter(None, (as_flags(changes | self.layout.flag_values()), *self.sizes.words()))):
+            raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {words}")
 
     def problem(self, request: StepRequest | None = None) -> Problem:
         """Make the planning problem of a request (None: the request of the options).

@@ -59,14 +59,14 @@ def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
     """
     rows, stderr = read_rows(runs), Console(stderr=True)
     predictions = on_every_core(predict_plan, rows, recipe)
-    quiet = not stderr.is_terminal
-    plans = list(track(predictions, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
+    is_quiet = not stderr.is_terminal
+    plans = list(track(predictions, "predicting", len(rows), console=stderr, transient=True, disable=is_quiet))
     cells = group_cells(plans)
     if not cells:
         raise UserError(f"{runs}: none of its {len(rows)} runs has a measured step time, so there is nothing to grade")
     small_cells = [cell for cell in cells if cell.nodes < MANY_NODES]
     groups = {f"below {MANY_NODES} nodes": small_cells} if small_cells and len(small_cells) < len(cells) else {}
-    grades = {name: Grades.of(some) for name, some in {**groups, "all": cells}.items()}
+    grades = {name: Grades.of(group) for name, group in {**groups, "all": cells}.items()}
     _report(cells, grades, plans).show(json=json)
 
 
@@ -120,12 +120,12 @@ def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], plans: Seque
     report.table({name: itemgetter(at) for at, name in enumerate(["", *grades])}, texts)
     report.line()
     report.line(NOTE, "dim")
-    refused = [plan for plan in plans if not plan.legal]
-    limited, wrong = ([plan for plan in refused if plan.breaks_limit is limit] for limit in (True, False))
-    for verdict, some in (("break a limit of their framework", limited), ("are no valid plans", wrong)):
-        if some:
-            report.line(f"{len(some)} of {len(plans)} runs {verdict}, such as:", "dim")
-            report.line(Text(f"  {some[0].id}: {some[0].reason}"), "dim", wrap=False)
+    illegal_plans = [plan for plan in plans if not plan.legal]
+    over_limit, invalid = ([plan for plan in illegal_plans if plan.breaks_limit is limit] for limit in (True, False))
+    for verdict, group in (("break a limit of their framework", over_limit), ("are no valid plans", invalid)):
+        if group:
+            report.line(f"{len(group)} of {len(plans)} runs {verdict}, such as:", "dim")
+            report.line(Text(f"  {group[0].id}: {group[0].reason}"), "dim", wrap=False)
     if assumed := group_assumptions((plan.id, plan.assumed) for plan in plans):
         open = sum(bool(plan.assumed) for plan in plans)
         report.line(f"{open} of {len(plans)} runs do not state all details. Assumptions:")

@@ -161,11 +161,11 @@ def add_ran_out(report: Report, results: Results) -> None:
 def time_error_text(choice: PlanChoice) -> str:
     """Return the expected error of the chosen plan's predicted time as text."""
     model, confidence = choice.error_model, choice.confidence[0]
-    now = str(confidence)
+    text = str(confidence)
     if model is not None and model.measured:
         steps = counted(len(model.measured), "measured step")
-        now = f"time ± {choice.expected_error:.1%} after {steps}, ± {confidence.error:.1%} before"
-    return f"{now}; closer plans count as equal"
+        text = f"time ± {choice.expected_error:.1%} after {steps}, ± {confidence.error:.1%} before"
+    return f"{text}; closer plans count as equal"
 
 
 def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: str) -> list[MeasuredStep]:
@@ -285,7 +285,7 @@ def _read_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterat
     expected = {"model": model, "cluster": cluster, "global_batch": problem.sequences, "tokens": problem.tokens}
     for name, value in expected.items():
         _require_equal(str(path), name.replace("_", " "), data.get(name), value, "what it was measured with")
-    ran = 0
+    count = 0
     for number, row in enumerate(cast(list[Any], rows)):
         source = f"{path}, experiment {number + 1}"
         if not isinstance(row, dict):
@@ -305,8 +305,8 @@ def _read_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterat
             read, precision = Plan.from_dict(cast(dict[str, Any], plan)), find_precision(str(values.get("precision")))
         except UserError as error:
             raise UserError(f"{source}: {error}") from None
-        ran += 1
+        count += 1
         measured = float(seconds) if number_given else None
         yield MeasuredStep(Candidate(read, size, precision), measured, source, by_hand=True)
-    if not ran:
+    if not count:
         raise UserError(f"no experiment in {path} has {SECONDS}; run one, and give it the seconds of its step")

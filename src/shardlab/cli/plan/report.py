@@ -353,8 +353,8 @@ def helps_text(choice: PlanChoice) -> str:
     gains = [f"{CHANGE_TEXTS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
     words = [f"{' and '.join(gains)} tokens/s with this very plan"] if gains else []
     gain = choice.helps.get("memory")
-    anew = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
-    words.append(f"{CHANGE_TEXTS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")
+    gain_text = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
+    words.append(f"{CHANGE_TEXTS['memory']}, planned anew, {gain_text or f'{gain:+.1%}'}")
     return "; ".join(words)
 
 

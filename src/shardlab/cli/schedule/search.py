@@ -123,8 +123,8 @@ class ScheduleSearch:
             raise UserError(f"--exact is {self.exact:g}; give a number of seconds above 0")
         problem = self._problem
         console = Console(stderr=True)
-        watched = console.status("searching") if console.is_terminal and not self.json else nullcontext()
-        with watched as status:
+        spinner = console.status("searching") if console.is_terminal and not self.json else nullcontext()
+        with spinner as status:
 
             def show(seconds: float, time: float) -> None:
                 if status is not None:
@@ -139,11 +139,11 @@ class ScheduleSearch:
         if proof is not None:
             result = replace(result, lower_bound=proof.lower_bound)
             if proof.timing is not None:
-                proved = replace(result, timing=proof.timing, placed=None)
+                proved_result = replace(result, timing=proof.timing, placed=None)
                 if isinstance(problem, StepProblem) and step is not None:
-                    result, step = problem.faster((result, step), proved)
+                    result, step = problem.faster((result, step), proved_result)
                 else:
-                    result = proved
+                    result = proved_result
         text = self._write(result)
         report = self._report(result, proof)
         if step is not None and self._workload is not None:
@@ -270,11 +270,11 @@ class ScheduleSearch:
             words = f"no published schedule {'fits in this memory' if result.published else 'has these stages'}"
             report.fact("found", words, gain=None, best=None)
         report.fact("quality", _quality(result, proof), lower_bound=result.lower_bound, gap=result.gap)
-        idle = timing.idle_by_cause()
-        parts = ", ".join(f"{percent_text(share)} {cause}" for cause, share in idle.items())
+        idle_times = timing.idle_by_cause()
+        parts = ", ".join(f"{percent_text(share)} {cause}" for cause, share in idle_times.items())
         bubble = percent_text(result.bubble)
         report.fact("bubble", f"{bubble} of the step on the busiest rank; mean over ranks: {parts}")
-        report.data |= {"bubble": result.bubble, "idle": idle, "memory_by_rank": timing.peaks}
+        report.data |= {"bubble": result.bubble, "idle": idle_times, "memory_by_rank": timing.peaks}
         memory = " ".join(self._memory_text(peak) for peak in timing.peaks)
         report.fact("memory by rank", memory)
         return report

@@ -156,8 +156,8 @@ def add_step(
     if program.mesh.pp > 1:
         add_bubble(report, schedule_bubble(checked, costs), bubble(timeline))
     peak, by_rank = timeline.peak_memory, timeline.peak_memory_by_rank
-    fullest = [rank for rank, live in enumerate(by_rank) if live == peak]
-    text = f"elements, on rank{'s' * (len(fullest) > 1)} {listed(fullest)}"
+    fullest_ranks = [rank for rank, memory in enumerate(by_rank) if memory == peak]
+    text = f"elements, on rank{'s' * (len(fullest_ranks) > 1)} {listed(fullest_ranks)}"
     report.fact("peak memory", text, f"{peak:,}", peak_memory=peak, peak_memory_by_rank=by_rank)
     for place, elements in peak_elsewhere(checked).items():
         report.fact(f"on the {place}", "elements at most, of a rank", f"{elements:,}")
@@ -171,16 +171,16 @@ def add_step(
     if any(layer.sliced for layer in program.sizes.signatures):
         names = sorted({layer.name for layer in program.sizes.signatures})
         report.fact("layers", ", ".join(names), str(program.layers))
-    if frozen := checked.frozen:
-        text = f"layer{'s' * (len(frozen) > 1)} {listed(frozen)}"
-        report.fact("frozen", text, str(len(frozen)), frozen=list(frozen))
+    if frozen_layers := checked.frozen:
+        text = f"layer{'s' * (len(frozen_layers) > 1)} {listed(frozen_layers)}"
+        report.fact("frozen", text, str(len(frozen_layers)), frozen=list(frozen_layers))
     ops = sum(map(len, program.tapes))
     report.fact("ops", "on the tapes of all ranks", f"{ops:,}", ops=ops)
-    refused = {model.value: reason for model, reason in checked.models.items() if reason is not None}
-    models = {model.value: model.value not in refused for model in ChannelModel}
+    refusals = {model.value: reason for model, reason in checked.models.items() if reason is not None}
+    models = {model.value: model.value not in refusals for model in ChannelModel}
     passed_models = ", ".join(model for model, passes in models.items() if passes)
-    report.fact("channel models", f"{passed_models}: passed", style="green", channel_models=models, deadlocks=refused)
-    for model, reason in refused.items():
+    report.fact("channel models", f"{passed_models}: passed", style="green", channel_models=models, deadlocks=refusals)
+    for model, reason in refusals.items():
         report.fact("", f"{model}: refused", style="red")
         report.fact("", reason)
     backends = checked.backends()
@@ -252,9 +252,9 @@ def _recomputed(timeline: Timeline, baseline: Timeline) -> tuple[str, str]:
 
 def _print_ranks(console: Console, timeline: Timeline) -> None:
     """Print the timeline of each rank, with its share of compute and its peak memory."""
-    busy = [rank_times(timeline, rank).computing / (timeline.end or 1) for rank in range(len(timeline.events))]
+    busy_shares = [rank_times(timeline, rank).computing / (timeline.end or 1) for rank in range(len(timeline.events))]
     columns = [
-        ("computes", [f"{share:.0%}" for share in busy]),
+        ("computes", [f"{share:.0%}" for share in busy_shares]),
         ("peak memory", [f"{memory:,}" for memory in timeline.peak_memory_by_rank]),
     ]
     print_timeline(console, timeline, columns)

@@ -146,11 +146,11 @@ def price(request: StepRequest) -> PricedStep:
         entry.require_ops(1, model.layers, request.batch.microbatches or 1)
     request.require_limits(workload)
     _require_few_ranks(entry, workload, cluster_name)
-    rewritten = workload.pass_names != "none"
+    has_passes = workload.pass_names != "none"
     traced = step_to_trace(workload)
     rough = forecast(workload) if traced is not workload else None
-    large = entry.plan is not None and not rewritten and _ops_on_all_ranks(traced) > MOST_CHECKED
-    if rewritten:
+    large = entry.plan is not None and not has_passes and _ops_on_all_ranks(traced) > MOST_CHECKED
+    if has_passes:
         _require_backend(entry, workload.pass_results[-1].checked, cluster_name)
     elif entry.plan is not None and not large:
         trace(mesh, traced.traced.program.sizes, traced.microbatches)
@@ -166,7 +166,7 @@ def price(request: StepRequest) -> PricedStep:
         )
     if limit := broken_limit(workload):
         notes.insert(0, f"predicted as if {workload.recipe.name} could run it: {limit}")
-    results = workload.pass_results if rewritten else []
+    results = workload.pass_results if has_passes else []
     return PricedStep(entry, workload, estimate, rough, memory, (model_name, cluster_name), not large, notes, results)
 
 
@@ -198,8 +198,8 @@ def doubts(workload: Workload, traced: Traced, step: float, cluster: str) -> lis
         cluster: name of the cluster.
     """
     notes = list(map(str, drifts_of(traced))) if isinstance(traced, Checked) else []
-    if idle := workload.cluster.size - workload.mesh.world:
-        notes.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
+    if idle_devices := workload.cluster.size - workload.mesh.world:
+        notes.append(f"{idle_devices:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
     if (mfu := workload.mfu(step)) > 1:
         notes.append(
             f"an MFU of {mfu:.0%} is more than the device can reach, so the predicted time is wrong: the "
@@ -429,9 +429,9 @@ def _ranks_text(result: PricedStep) -> str:
     program, ranks = result.estimate.traced.program, result.workload.mesh.world
     if program.ranks == ranks:
         return counted(ranks, "rank")
-    represented = [stands_for(program, row) for row in range(program.ranks)]
+    groups = [stands_for(program, row) for row in range(program.ranks)]
     stages = [
-        f"rank {rank_of(program, row)} stands for ranks {group[0]}-{group[-1]}" for row, group in enumerate(represented)
+        f"rank {rank_of(program, row)} stands for ranks {group[0]}-{group[-1]}" for row, group in enumerate(groups)
     ]
     if len(stages) > NAMED_STAGES:
         stages[NAMED_STAGES - 1 : -1] = ["..."]

@@ -171,8 +171,8 @@ class StepOptions:
         costs = costs_of(self.costs) if self.costs is not None else TEACHING_COSTS
         exercise = exercise_of(self.strategy)
         if exercise is not None and exercise.cluster:
-            needs = f"add --model {exercise.model} --cluster {exercise.cluster}"
-            raise UserError(f"exercise {exercise.name} is about seconds on a cluster; {needs}")
+            advice = f"add --model {exercise.model} --cluster {exercise.cluster}"
+            raise UserError(f"exercise {exercise.name} is about seconds on a cluster; {advice}")
         size = exercise.mesh.world if exercise is not None else None
         entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file], otherwise=size)
         if entry.plan is not None and (word := entry.plan(ranks).recompute_inside):

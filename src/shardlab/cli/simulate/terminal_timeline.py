@@ -103,9 +103,9 @@ def print_timeline(console: Console, timeline: Timeline, columns: Sequence[tuple
     segments = whole_segments(activities, end, width)
     is_whole = bool(segments)
     if not is_whole:
-        steady = find_steady_state([timeline.events[row] for row in [*ranks][::interval]], end)
-        segments = partial_segments(activities, end, width, steady)
-        notes.append(_parts_text(timeline, steady))
+        state = find_steady_state([timeline.events[row] for row in [*ranks][::interval]], end)
+        segments = partial_segments(activities, end, width, state)
+        notes.append(_parts_text(timeline, state))
     interval = max(interval, -(-len(ranks) * len(segments) // SHOWN_ROWS))
     rows: list[Text] = []
     hidden = Counter[OpKind]()
@@ -164,8 +164,8 @@ def distinct_rows(timeline: Timeline, columns: Sequence[Sequence[str]] = ()) -> 
     """
     groups: dict[object, list[int]] = {}
     for row, events in enumerate(timeline.events):
-        does = [(event.kind, round(event.start, 9), round(event.end, 9)) for event in events if event.end > event.start]
-        groups.setdefault((*does, *(texts[row] for texts in columns)), []).append(row)
+        work = [(event.kind, round(event.start, 9), round(event.end, 9)) for event in events if event.end > event.start]
+        groups.setdefault((*work, *(texts[row] for texts in columns)), []).append(row)
 
     def name(rows: Sequence[int]) -> str:
         return listed(rank for row in rows for rank in stands_for(timeline.program, row))
@@ -190,9 +190,9 @@ def hidden_ops(events: Iterable[Event], segment: Segment, signs: str) -> Counter
             continue
         if segment.start <= (event.start + event.end) / 2 < segment.end:
             first, last = ((moment - segment.start) * cells for moment in (event.start, event.end))
-            touched = signs[max(0, math.floor(first + TINY)) : math.ceil(last - TINY)]
-            is_small = event.kind in COMMUNICATION and touched != touched.upper()
-            hidden[event.kind] += SIGNS[event.kind][0] not in touched.upper() and not is_small
+            event_signs = signs[max(0, math.floor(first + TINY)) : math.ceil(last - TINY)]
+            is_small = event.kind in COMMUNICATION and event_signs != event_signs.upper()
+            hidden[event.kind] += SIGNS[event.kind][0] not in event_signs.upper() and not is_small
     return +hidden
 
 
@@ -230,13 +230,13 @@ class Activity:
         for place, event in enumerate(timed_events):
             of_kind.setdefault(event.kind, []).append(place)
         under_way = {kind: self._under_way(starts[places], ends[places]) for kind, places in of_kind.items()}
-        computes = self._any([on for kind, on in under_way.items() if kind not in COMMUNICATION])
-        talks = self._any([on for kind, on in under_way.items() if kind in COMMUNICATION])
-        self._under_way_until = {kind: self._until(on) for kind, on in under_way.items()}
+        computing = self._any([mask for kind, mask in under_way.items() if kind not in COMMUNICATION])
+        transfers = self._any([mask for kind, mask in under_way.items() if kind in COMMUNICATION])
+        self._under_way_until = {kind: self._until(mask) for kind, mask in under_way.items()}
         self._exposed_until = {
-            kind: self._until(on & ~computes) for kind, on in under_way.items() if kind in COMMUNICATION
+            kind: self._until(mask & ~computing) for kind, mask in under_way.items() if kind in COMMUNICATION
         }
-        self._hidden_until, self._idle_until = self._until(computes & talks), self._until(~computes & ~talks)
+        self._hidden_until, self._idle_until = self._until(computing & transfers), self._until(~computing & ~transfers)
         self.end = end
 
     def shares(self, start: float, end: float, cells: int) -> Shares:
@@ -281,9 +281,9 @@ class Activity:
     def _any(self, masks: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
         return np.any(masks, axis=0) if masks else np.zeros(len(self._lengths), dtype=bool)
 
-    def _until(self, on: NDArray[np.bool_]) -> Array:
-        """Return for each time in `_moments` the total time before it in which `on` is true."""
-        return np.concatenate([[0.0], np.cumsum(self._lengths * on)])
+    def _until(self, mask: NDArray[np.bool_]) -> Array:
+        """Return for each time in `_moments` the total time before it in which `mask` is true."""
+        return np.concatenate([[0.0], np.cumsum(self._lengths * mask)])
 
 
 class Segment(NamedTuple):
@@ -315,7 +315,7 @@ def whole_segments(ranks: Sequence[Activity], end: float, width: int) -> list[Se
     return []
 
 
-def partial_segments(ranks: Sequence[Activity], end: float, width: int, steady: SteadyState | None) -> list[Segment]:
+def partial_segments(ranks: Sequence[Activity], end: float, width: int, state: SteadyState | None) -> list[Segment]:
     """Return segments at the beginning, in the middle and at the end of a step.
 
     Each segment is as long as a row of `width` cells can show readably. In a steady state, the middle begins at the
@@ -323,11 +323,11 @@ def partial_segments(ranks: Sequence[Activity], end: float, width: int, steady: 
     """
     segments: list[Segment] = []
     rows, start = 1, end / 2
-    if steady is not None:
-        start = steady.since + steady.period * ((end / 2 - steady.since) // steady.period)
+    if state is not None:
+        start = state.since + state.period * ((end / 2 - state.since) // state.period)
     for length in _round_lengths(end / (2 + MOST_SEGMENTS), FINEST * end):
-        if steady is not None:
-            rows = max(1, min(MOST_SEGMENTS, math.ceil(steady.period / length)))
+        if state is not None:
+            rows = max(1, min(MOST_SEGMENTS, math.ceil(state.period / length)))
         middle = min(max(length, start), end - (1 + rows) * length)
         cuts = [middle + length * row for row in range(rows + 1)]
         segments = [Segment(0.0, length), *(Segment(*ends) for ends in pairwise(cuts)), Segment(end - length, end)]
@@ -343,13 +343,13 @@ def find_steady_state(ranks: Sequence[Sequence[Event]], end: float) -> SteadySta
         ranks: events of each rank, in tape order.
         end: end of the step.
     """
-    states = [steady for events in ranks if (steady := _steady_state_of(events, end)) is not None]
+    states = [state for events in ranks if (state := _steady_state_of(events, end)) is not None]
     if not states or len(states) < len(ranks):
         return None
-    period = max(steady.period for steady in states)
-    if any(abs(period / steady.period - round(period / steady.period)) > PERIOD_TOLERANCE for steady in states):
+    period = max(state.period for state in states)
+    if any(abs(period / state.period - round(period / state.period)) > PERIOD_TOLERANCE for state in states):
         return None
-    common = SteadyState(period, max(steady.since for steady in states), min(steady.until for steady in states))
+    common = SteadyState(period, max(state.since for state in states), min(state.until for state in states))
     return common if _lasts(common, end) else None
 
 
@@ -416,8 +416,8 @@ def _round_lengths(longest: float, shortest: float) -> list[float]:
     return lengths[::-1]
 
 
-def _lasts(steady: SteadyState, end: float) -> bool:
-    return steady.until - steady.since >= max(end / 2, 2 * steady.period)
+def _lasts(state: SteadyState, end: float) -> bool:
+    return state.until - state.since >= max(end / 2, 2 * state.period)
 
 
 def _steady_state_of(events: Sequence[Event], end: float) -> SteadyState | None:
@@ -441,17 +441,17 @@ def _steady_state_of(events: Sequence[Event], end: float) -> SteadyState | None:
         while duration and repeats(last, period, duration):
             last += 1
         until = starts[last + period] if last + period < len(compute_events) else compute_events[-1].end
-        if _lasts(steady := SteadyState(duration, starts[first], until), end):
-            return steady
+        if _lasts(state := SteadyState(duration, starts[first], until), end):
+            return state
     return None
 
 
-def _parts_text(timeline: Timeline, steady: SteadyState | None) -> str:
+def _parts_text(timeline: Timeline, state: SteadyState | None) -> str:
     """Return a note about the shown segments of a step that is too long to be shown whole."""
     text = "The beginning, the middle and the end of the step are shown"
-    if steady is None:
+    if state is None:
         return f"{text}."
-    period, since, until = (_time_text(timeline, moment, steady.period) for moment in steady)
+    period, since, until = (_time_text(timeline, moment, state.period) for moment in state)
     return f"{text}; from {since} to {until} it repeats itself every {period}."
 
 

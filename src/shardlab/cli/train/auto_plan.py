@@ -113,13 +113,13 @@ def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ra
     saved_sources = [source for source in sources if source.name != "flags"]
     _, _, plan, _ = plan_settings(saved_sources)
     train, requested = merge_fields(saved_sources, "train"), merge_fields(sources, "train")
-    cut = {name: train[name] for name in ("microbatches", "micro_batch_size")}
+    batch = {name: train[name] for name in ("microbatches", "micro_batch_size")}
     if plan is None or ranks not in (None, plan.mesh.world) or not Limits(_fixed_fields(layout)).allow(plan):
         return None
-    if math.prod(cut.values()) != math.prod(requested[name] for name in cut):
+    if math.prod(batch.values()) != math.prod(requested[name] for name in batch):
         return None
     entry = entry_from_plan(replace(plan, passes=layout.flag_values().get("passes", plan.passes)), "auto")
-    source = ConfigSource("the run before", {"train": cut})
+    source = ConfigSource("the run before", {"train": batch})
     config = resolve_config([*sources, source], entry, plan.mesh.world)
     return PlannedRuns([PlannedRun(entry, config, source, "the plan that it had")])
 
@@ -252,15 +252,15 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
     outcomes = find_contenders(choice, seconds) if measure else [choice.best]
     if tell:
         words = "; ".join(describe(problem, choice.best.candidate))
-        chose = "chose" if len(outcomes) == 1 else "predicts to be the fastest"
+        verb = "chose" if len(outcomes) == 1 else "predicts to be the fastest"
         step = seconds_text(choice.best.seconds)
-        print(f"shardlab: --plan auto {chose} {words}; predicted {step} a step", file=sys.stderr)
+        print(f"shardlab: --plan auto {verb} {words}; predicted {step} a step", file=sys.stderr)
 
     def as_dict(candidate: Candidate) -> dict[str, Any]:
         size = candidate.micro_batch_size
-        cut = {"microbatches": problem.sequences // size, "micro_batch_size": size}
+        batch = {"microbatches": problem.sequences // size, "micro_batch_size": size}
         name = f"{family(candidate.plan)}, {summary(candidate)}"
-        return {"words": name, "plan": candidate.plan.as_dict(), "train": cut}
+        return {"words": name, "plan": candidate.plan.as_dict(), "train": batch}
 
     plans = [as_dict(outcome.candidate) for outcome in outcomes]
     return json.dumps({"plans": plans, "seconds": min(seconds, max(MEASURING_SECONDS, least_seconds(outcomes)))})

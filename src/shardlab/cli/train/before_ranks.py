@@ -47,10 +47,10 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
     if (clip := config.clip) is not None and not any(
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
     ):
-        lacking = f"the gradient norm, which {entry.name} does not compute"
+        problem = f"the gradient norm, which {entry.name} does not compute"
         plan = "take fsdp or a plan, such as zero-3"
-        instead = plan if needs_norm(entry.passes_on(job.ranks)) else "leave out the pass update-early"
-        raise UserError(f"--clip {clip} limits {lacking}; {instead}, or --clip none")
+        remedy = plan if needs_norm(entry.passes_on(job.ranks)) else "leave out the pass update-early"
+        raise UserError(f"--clip {clip} limits {problem}; {remedy}, or --clip none")
     launched = find_launch_environment(os.environ)
     if launched is None:
         require_free_memory(proof, range(job.ranks))

@@ -136,7 +136,7 @@ def run_passes_here(
     return on(assumed, names if device_type(job.ranks) == "cpu" else _only_named(names)), assumed
 
 
-def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool) -> str:
+def _choose_passes(entry: StrategyEntry, job: Job, other_counts: Sequence[int], lenient: bool) -> str:
     """Return settled passes that suit all numbers of microbatches of a job.
 
     If there are several numbers, `fuse-steps` is left out unless it is named. This pass keeps the weights of some
@@ -148,13 +148,13 @@ def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenien
         return names
     try:
         results, _ = run_passes_here(entry, job, names, lenient=lenient)
-        required = {request.name for request in requests if request.by_name and not lenient}
-        if others:
-            results = [result for result in results if result.name != "fuse-steps" or result.name in required]
-        for count in others:
+        required_names = {request.name for request in requests if request.by_name and not lenient}
+        if other_counts:
+            results = [result for result in results if result.name != "fuse-steps" or result.name in required_names]
+        for count in other_counts:
             other, _ = run_passes_here(entry, replace(job, microbatches=count), helpful_names(results), lenient=True)
-            idle = {result.name for result in other if not result.applies} - required
-            results = [result for result in results if result.name not in idle]
+            idle_names = {result.name for result in other if not result.applies} - required_names
+            results = [result for result in results if result.name not in idle_names]
     except (UserError, Refused):
         return names  # Every rank reports the error later. Raised here, it would leave the other ranks waiting.
     if useless := useless_offload(results):

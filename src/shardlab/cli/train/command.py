@@ -156,10 +156,10 @@ class Train:
         """
         from shardlab.train.launch.interrupt import Heartbeat
 
-        first, launched = world is None or world.rank == 0, world and world.world
+        is_first, launched = world is None or world.rank == 0, world and world.world
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_of_resumed_run(resumed, launched)
-        is_resumed, tell = resumed is not None, first and not self.json and not caller.in_python
+        is_resumed, tell = resumed is not None, is_first and not self.json and not caller.in_python
         entry, config, planned = self._resolve(sources, launched, is_resumed=is_resumed, tell=tell)
         flags = self.settings.flag_values()
         refuse_unused(flags["optimizer"], config.optimizer)
@@ -170,7 +170,7 @@ class Train:
                 steps = f"all of its {count} steps" if count == total else f"{counted(count, 'step')} already"
                 if self.resume != "auto":
                     raise UserError(f"{resumed.out} has taken {steps}; give more --steps")
-                if first:
+                if is_first:
                     print(f"shardlab: {resumed.out} has taken {steps}", file=sys.stderr)
                 return 0
             span, step = flags["logging"].get("profile_steps"), resumed.checkpoint.step
@@ -179,11 +179,11 @@ class Train:
                     f"--profile-steps {span[0]}:{span[1]} has no effect, because the run continues with step {step}; "
                     "give later steps, or leave it out"
                 )
-        if self.print_config and first:
+        if self.print_config and is_first:
             self._print_config(config_with_allowed_passes(entry, config), sources)
         parse_sources(config.data.data)  # reports wrong data before torch is imported
-        with Heartbeat("start", until=lambda: not first) as heartbeat:
-            return self._run(caller, heartbeat, first, entry, config, planned, sources, resumed, restart)
+        with Heartbeat("start", until=lambda: not is_first) as heartbeat:
+            return self._run(caller, heartbeat, is_first, entry, config, planned, sources, resumed, restart)
 
     def _resumed(self, world: LaunchEnvironment | None) -> ResumedRun | None:
         """Return the run to resume (None: start a new one). The ranks of a launcher agree on it.
@@ -217,8 +217,8 @@ class Train:
 
         sources = self._sources() if self.resume is None else [preset_source("default"), self._flags()]
         timeout = merge_fields(sources, "train")["timeout"]
-        usable = isinstance(timeout, float) and timeout > 0  # a wrong value is reported later
-        return start_limit(timeout) if usable else RENDEZVOUS.start
+        is_valid = isinstance(timeout, float) and timeout > 0  # a wrong value is reported later
+        return start_limit(timeout) if is_valid else RENDEZVOUS.start
 
     def _sources_of_resumed_run(self, resumed: ResumedRun, launched: int | None) -> list[ConfigSource]:
         """Return the sources of a resumed run's settings: the default preset, its checkpoint, and the flags."""
@@ -287,7 +287,7 @@ class Train:
         self,
         caller: Caller,
         heartbeat: Heartbeat,
-        first: bool,
+        is_first: bool,
         entry: StrategyEntry,
         config: TrainingConfig,
         planned: PlannedRuns | None,
@@ -299,7 +299,7 @@ class Train:
 
         Args:
             heartbeat: prints to stderr during long operations to show that the run is alive.
-            first: whether this process is a launcher's first rank, or has no launcher.
+            is_first: whether this process is a launcher's first rank, or has no launcher.
             entry, config: strategy and configuration.
             planned: plans to measure, with --plan auto.
             sources: sources of the settings, to which choices are added.
@@ -324,11 +324,11 @@ class Train:
                 f"--out {out} exists; name a new folder, so that nothing is overwritten, or resume its run with "
                 f"--resume {out}"
             )
-        if first:
+        if is_first:
             require_writable(out)
         peak = peak_flops(config, find_precision(config.precision.precision).compute)
         resume = None if checkpoint is None else checkpoint.folder
-        callbacks, tell = ByValue(caller.callbacks), first and not self.json and not caller.in_python
+        callbacks, tell = ByValue(caller.callbacks), is_first and not self.json and not caller.in_python
         run = TrainingRun(config, out, caller.command, peak=peak, resume=resume, continues=resumes, callbacks=callbacks)
         require_recorded_steps(config, run.tracing.steps, resumed=checkpoint is not None)
         require_loggers(config.logging)
@@ -342,8 +342,8 @@ class Train:
         joining = Rendezvous(self.bind, torch_limit(timeout), start_limit(timeout), dynamo)
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
-            fast = measure_fastest(planned, run, self._check_run, joining, tell=tell)
-            sources[-1], entry, run = fast.cut, fast.entry, replace(run, config=fast.config)
+            fastest = measure_fastest(planned, run, self._check_run, joining, tell=tell)
+            sources[-1], entry, run = fastest.cut, fastest.entry, replace(run, config=fastest.config)
         heartbeat.doing = "choice of passes"
         entry, run = settle_run(entry, run, sources)
         config = run.config
@@ -355,10 +355,10 @@ class Train:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
             self._report_model(config, sources)
             print(*corpus.notes, sep="\n", end="\n" if corpus.notes else "", flush=True)
-        if first and resumed is not None and (change := resumed.schedule_change(config)):
+        if is_first and resumed is not None and (change := resumed.schedule_change(config)):
             print(f"shardlab: {change}", file=sys.stderr)
         heartbeat.doing = "start of the ranks"
-        heartbeat.until = lambda: not first or (out.exists() and not resumes)  # rank 0 reports from here on
+        heartbeat.until = lambda: not is_first or (out.exists() and not resumes)  # rank 0 reports from here on
         old_inode = record_inode(out)
         with failures_as_exit(out, exits=not caller.in_python):
             watching = WatchSettings(
@@ -397,8 +397,8 @@ class Train:
         if config.train.compile:
             want_compilable(proof, device_type(config.plan.ranks), traced=config.logging.trace)
         if config.train.cuda_graph:
-            needs = run.job.cut, run.job.numbers, config.optimizer, device_type(config.plan.ranks)
-            want_step_graph(proof, *needs, traced=config.logging.trace)
+            requirements = run.job.cut, run.job.numbers, config.optimizer, device_type(config.plan.ranks)
+            want_step_graph(proof, *requirements, traced=config.logging.trace)
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
                 f"--non-finite skip needs the gradient norm, which {entry.name} does not compute; take fsdp or a "
@@ -412,8 +412,8 @@ class Train:
         """Check a run's program for each number of microbatches. Return the program of the last steps."""
         from shardlab.cli.train.before_ranks import checked_to_run
 
-        others = [count for count in run.config.train.ramp.counts if count != run.job.microbatches]
-        jobs = [run.job, *(replace(run.job, microbatches=count) for count in others)]
+        other_counts = [count for count in run.config.train.ramp.counts if count != run.job.microbatches]
+        jobs = [run.job, *(replace(run.job, microbatches=count) for count in other_counts)]
         proofs = {job.microbatches: checked_to_run(entry, job, run.config.optimizer) for job in jobs}
         if len(proofs) > 1:
             from shardlab.train.tracing import require_same_slices
@@ -464,8 +464,8 @@ def refuse_unused(flag_names: Collection[str], config: OptimizerConfig) -> None:
     for name, (decider, users) in USED_WITH.items():
         if name in flag_names and (value := getattr(config, decider)) not in users:
             flag, others = f"--{name.replace('_', '-')}", alternatives(users)
-            by = f"--{decider.replace('_', '-')}"
-            raise UserError(f"{flag} has no effect with {by} {value}; leave it out, or give {by} {others}")
+            option = f"--{decider.replace('_', '-')}"
+            raise UserError(f"{flag} has no effect with {option} {value}; leave it out, or give {option} {others}")
 
 
 def require_recorded_steps(config: TrainingConfig, traced: int, *, resumed: bool) -> None:

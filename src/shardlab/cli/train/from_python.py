@@ -104,9 +104,9 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
 
     if not isinstance(callbacks, list | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse_argument("callbacks", callbacks, "a list of callbacks, such as callbacks=[WeightNorm()]")
-    if unfit := [candidate for candidate in callbacks if not isinstance(candidate, Callback)]:
+    if non_callbacks := [candidate for candidate in callbacks if not isinstance(candidate, Callback)]:
         raise UserError(
-            f"callbacks has {unfit[0]!r}, which is not a callback; give instances of classes derived from "
+            f"callbacks has {non_callbacks[0]!r}, which is not a callback; give instances of classes derived from "
             "shardlab.train.Callback"
         )
     methods = {name: method for name, method in vars(Callback).items() if callable(method)}

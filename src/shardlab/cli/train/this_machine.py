@@ -48,9 +48,9 @@ def choose_on_first_rank(choose: Callable[[], str], timeout: float | None = None
     from shardlab.train.launch.commands import RankExchange  # which needs torch
     from shardlab.train.launch.ranks import RENDEZVOUS, start_limit
 
-    together = RankExchange(world, RENDEZVOUS.start if timeout is None else start_limit(timeout))
-    choice = together.all(choose if together.rank == 0 else str)
-    return together.exchange(choice)[0]
+    exchange = RankExchange(world, RENDEZVOUS.start if timeout is None else start_limit(timeout))
+    choice = exchange.all(choose if exchange.rank == 0 else str)
+    return exchange.exchange(choice)[0]
 
 
 def require_free_memory(proof: Checked, ranks: Sequence[int]) -> None:
@@ -65,12 +65,12 @@ def require_free_memory(proof: Checked, ranks: Sequence[int]) -> None:
     """
     places = {op.place for tape in proof.program.tapes for op in tape}
     for place in (place for place in PLACES if place in places):
-        needed = sum(peak_elsewhere_in_bytes(proof, place)[rank] for rank in ranks)
+        needed_bytes = sum(peak_elsewhere_in_bytes(proof, place)[rank] for rank in ranks)
         free, location = free_bytes(place)
-        if needed and free is not None and needed > free:
+        if needed_bytes and free is not None and needed_bytes > free:
             remedy = "set TMPDIR to another folder, or offload less" if place == DISK else "offload less"
             raise UserError(
-                f"{len(ranks)} ranks need {bytes_text(needed)} on the {place}, but {location} has only "
+                f"{len(ranks)} ranks need {bytes_text(needed_bytes)} on the {place}, but {location} has only "
                 f"{bytes_text(free)} free; {remedy}"
             )
 
@@ -111,8 +111,8 @@ def device_called(name: str) -> str:
     from shardlab.simulate.hardware import DEVICES
 
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    fitting = [device for device in DEVICES if set(device.split("-")) <= words]
-    return max(fitting, key=len, default="")
+    devices = [device for device in DEVICES if set(device.split("-")) <= words]
+    return max(devices, key=len, default="")
 
 
 def peak_flops(config: TrainingConfig, compute: str) -> float | None:

@@ -285,23 +285,23 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
             ranks or microbatches than the pipeline.
     """
     rows = parse_cells(text)
-    placed = check_rows(rows)
+    placement = check_rows(rows)
     microbatch_count = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
     if (len(rows), microbatch_count) != (ranks, microbatches):
         raise UserError(
             f"the schedule has {counted(len(rows), 'rank')} and {counted(microbatch_count, 'microbatch')}; "
             f"the pipeline has {ranks} and {microbatches}"
         )
-    steps = [[cell.step(placed) for cell in row] for row in rows]
+    steps = [[cell.step(placement) for cell in row] for row in rows]
     actions = [[step for step in row if isinstance(step, Action)] for row in steps]
-    stages, rest = divmod(len(placed), ranks)
+    stages, rest = divmod(len(placement), ranks)
     if rest:
-        raise UserError(f"the schedule has {len(placed)} stages, which do not divide among {ranks} ranks")
+        raise UserError(f"the schedule has {len(placement)} stages, which do not divide among {ranks} ranks")
 
     def of_rank(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
         return iter(actions[rank])
 
-    return Schedule("edited", of_rank, "the page", lambda stage, ranks: placed[stage], stages)
+    return Schedule("edited", of_rank, "the page", lambda stage, ranks: placement[stage], stages)
 
 
 def _judgement(name: str, result: ExerciseGrade, files: dict[str, str]) -> Judgement:
