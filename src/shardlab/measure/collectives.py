@@ -190,8 +190,8 @@ def measure_overlap(
     measured = [
         [time_rounds(run, count) for run in (compute, alternate, overlap)] for count in batches(cycles, BATCHES)
     ]
-    computing, sequential, together = (median(times) for times in zip(*measured, strict=True))
-    return OverlapPoint(kind, team.size, case.bytes, alone, computing, max(alone, sequential - computing), together)
+    computing, sequential, overlapped = (median(times) for times in zip(*measured, strict=True))
+    return OverlapPoint(kind, team.size, case.bytes, alone, computing, max(alone, sequential - computing), overlapped)
 
 
 Wait = Callable[[], Any]

@@ -113,9 +113,9 @@ def fit_relative(matrix: Array, measured: Array) -> Array:
     x = np.zeros(matrix.shape[1])
     for _ in range(ROUNDS):
         x = nonnegative_least_squares(relative * weights[:, None], weights)
-        off = np.abs(relative @ x - 1)
-        usual = max(1.5 * float(np.median(off)), 1e-9)
-        weights = np.sqrt(np.minimum(1, usual / np.maximum(off, 1e-300)))
+        residuals = np.abs(relative @ x - 1)
+        scale = max(1.5 * float(np.median(residuals)), 1e-9)
+        weights = np.sqrt(np.minimum(1, scale / np.maximum(residuals, 1e-300)))
     return x
 
 
@@ -152,8 +152,8 @@ def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
     for dtype in sorted({point.dtype for point in points}):
         of_dtype = [point for point in points if point.dtype == dtype]
         pointwise = _fit(of_dtype, any_pointwise=True)
-        apart = _fit(of_dtype, any_pointwise=False)
-        rates |= {(family, dtype): rate for family, rate in (pointwise | apart).items()}
+        other_rates = _fit(of_dtype, any_pointwise=False)
+        rates |= {(family, dtype): rate for family, rate in (pointwise | other_rates).items()}
     return rates
 
 

@@ -174,9 +174,9 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
         crowd.meet()
         clock.mark()
         executor.step()
-        drawing, *ops = clock.gaps()
-        share = drawing / MICROBATCHES
-        return [took + share * (op.kind is OpKind.LOAD_BATCH) for op, took in zip(tape, ops, strict=True)]
+        draw_seconds, *ops = clock.gaps()
+        share = draw_seconds / MICROBATCHES
+        return [seconds + share * (op.kind is OpKind.LOAD_BATCH) for op, seconds in zip(tape, ops, strict=True)]
 
     step()
     choose_products(device, alone=crowd.processes == 1)
@@ -184,8 +184,8 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     calls: dict[OpKey, list[list[float]]] = defaultdict(list)
     for _ in range(steps):
         by_key: dict[OpKey, list[float]] = defaultdict(list)
-        for op, took in zip(tape, step(), strict=True):
-            by_key[_key_of(op)].append(took)
+        for op, seconds in zip(tape, step(), strict=True):
+            by_key[_key_of(op)].append(seconds)
         by_key[ALL_UPDATES] = [sum(by_key[ALL_UPDATES])]
         for key, op_seconds in by_key.items():
             calls[key].append(op_seconds)

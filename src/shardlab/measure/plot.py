@@ -33,12 +33,12 @@ def plot_collectives(points: Sequence[Point], path: Path) -> None:
             time_axis, bandwidth_axis = axes[0][column], axes[1][column]
             of_group = [point for point in measured if point.ranks == ranks]
             for number, kind in enumerate(dict.fromkeys(point.kind for point in of_group)):
-                mine = [point for point in of_group if point.kind == kind]
-                sizes = [point.bytes for point in mine]
+                kind_points = [point for point in of_group if point.kind == kind]
+                sizes = [point.bytes for point in kind_points]
                 color, mark = f"C{number}", MARKS[number % len(MARKS)]
-                time_axis.plot(sizes, [point.seconds for point in mine], mark, ms=3.5, color=color, label=kind)
+                time_axis.plot(sizes, [point.seconds for point in kind_points], mark, ms=3.5, color=color, label=kind)
                 time_axis.plot(sizes, [lines[kind, ranks].line.seconds(size) for size in sizes], lw=0.8, color=color)
-                bus = [point.bus_bandwidth / GIGA for point in mine]
+                bus = [point.bus_bandwidth / GIGA for point in kind_points]
                 bandwidth_axis.plot(sizes, bus, marker=mark, ms=3.5, lw=0.8, color=color)
             time_axis.set(title=f"{ranks} ranks", ylabel="seconds (lines: fit)", xscale="log", yscale="log")
             time_axis.legend(frameon=False, fontsize=6)
@@ -55,12 +55,12 @@ def plot_compute(points: Sequence[Point], path: Path) -> None:
     with style():
         figure, axes = _panels(1, 2)
         for axis, op in zip(axes[0], ("forward", "backward"), strict=True):
-            mine = [point for point in layers if point.op == op and point.processes == processes]
-            for number, layer in enumerate(dict.fromkeys(point.layer for point in mine)):
-                of_layer = [point for point in mine if point.layer == layer]
-                reached = [point.flops / point.seconds / GIGA for point in of_layer]
+            op_points = [point for point in layers if point.op == op and point.processes == processes]
+            for number, layer in enumerate(dict.fromkeys(point.layer for point in op_points)):
+                of_layer = [point for point in op_points if point.layer == layer]
+                rates = [point.flops / point.seconds / GIGA for point in of_layer]
                 mark = MARKS[number % len(MARKS)]
-                axis.plot([point.flops for point in of_layer], reached, mark, ms=3.5, label=layer)
+                axis.plot([point.flops for point in of_layer], rates, mark, ms=3.5, label=layer)
             for peak in points:
                 if isinstance(peak, PeakPoint) and peak.processes == processes:
                     axis.axhline(peak.flops / GIGA, lw=0.8, color="0.5")

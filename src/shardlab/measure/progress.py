@@ -96,8 +96,8 @@ class Race:
             active: indices of the jobs that ran in the last round.
             times: seconds of each job's steps so far.
         """
-        far = DROP_FACTORS.get(max(map(len, times)))
-        if far is None:
+        factor = DROP_FACTORS.get(max(map(len, times)))
+        if factor is None:
             return [*active]
         fastest = min(median(job_times) for job_times in times)
-        return [index for index in active if index in self.always or median(times[index]) < far * fastest]
+        return [index for index in active if index in self.always or median(times[index]) < factor * fastest]

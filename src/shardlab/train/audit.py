@@ -94,12 +94,12 @@ class Audit:
             if self.state.rank in replica.ranks:
                 hashes[number] = hash_of(copy_of(self.state, replica))
         of_ranks = self._gather(torch.tensor(hashes, dtype=torch.int64))
-        differing: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
+        layers_by_groups: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
         for number, replica in enumerate(self._replicas):
             groups = group_ranks({rank: int(of_ranks[rank][number]) for rank in replica.ranks}, int.__eq__)
             if len(groups) > 1:
-                differing[groups].append(replica.layer)
-        for groups, layers in differing.items():
+                layers_by_groups[groups].append(replica.layer)
+        for groups, layers in layers_by_groups.items():
             weights = f"weights[{layers[0]}]" + (f" (and {len(layers) - 1} more)" if layers[1:] else "")
             return f"the copies of {weights} are not bitwise equal: {describe_groups(groups)}"
         return ""
@@ -126,21 +126,21 @@ class Audit:
         self._recorded.clear()
         self._executor.rehearse(RepeatedMicrobatch(self._executor.batches), self._instructions)
         length = max(map(len, self._results))
-        mine = torch.zeros(length, 2, dtype=torch.float64)
+        own_prints = torch.zeros(length, 2, dtype=torch.float64)
         if self._recorded:
-            mine[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.float64)
+            own_prints[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.float64)
         prints: Fingerprints = defaultdict(lambda: defaultdict(list))
-        for rank, (of_rank, results) in enumerate(zip(self._gather(mine), self._results, strict=True)):
+        for rank, (of_rank, results) in enumerate(zip(self._gather(own_prints), self._results, strict=True)):
             pairs = cast(list[tuple[float, float]], of_rank.tolist())
             for (projection, tolerance), result in zip(pairs, results, strict=False):
                 prints[result.key][rank].append((projection, tolerance))
         return prints
 
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        mine = mine.to(self.state.settings.device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        return [tensor.cpu() for tensor in gathered]
+    def _gather(self, vector: Tensor) -> list[Tensor]:
+        vector = vector.to(self.state.settings.device)
+        vectors = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+        dist.all_gather(vectors, vector)
+        return [tensor.cpu() for tensor in vectors]
 
     def _recording(self, instruction: Instruction, results: Sequence[OpResult]) -> Instruction:
         def run() -> None:
@@ -164,13 +164,13 @@ class Audit:
 
 def copy_of(state: State, replica: Replica) -> Tensor:
     """Return this rank's copy of the weights of a replica. If it keeps them in several parts, these are joined."""
-    layer, missing = replica.layer, replica.holds
+    layer, missing_holds = replica.layer, replica.holds
     parts: list[tuple[int, Tensor]] = []
     for key in state.analysis.kept_weights.loads.values():
         if key[0] == layer:
-            mine, missing_pieces = in_equal_pieces(key[1], missing)
-            shared = Holds(mine.mask & missing_pieces.mask, mine.of)
-            missing = Holds(missing_pieces.mask & ~mine.mask, mine.of)
+            own_pieces, missing_pieces = in_equal_pieces(key[1], missing_holds)
+            shared = Holds(own_pieces.mask & missing_pieces.mask, own_pieces.of)
+            missing_holds = Holds(missing_pieces.mask & ~own_pieces.mask, own_pieces.of)
             starts = [start for start, _ in state.shapes.ranges(layer, shared)]
             ranges = state.shapes.places(layer, key[1], shared)
             parts += [

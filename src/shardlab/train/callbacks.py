@@ -221,10 +221,10 @@ class Records(Callback):
             return None
         run, losses, times = training.run, self._validation.losses, self.times
         finished_steps = training.state.step
-        began = finished_steps - len(times)
+        first_step = finished_steps - len(times)
         times = times or [self._folder.last_dt]  # a resumed run may have no step left
-        since, microbatches = run.config.train.ramp.stage(finished_steps - 1)  # speeds are those of the last batch size
-        warm_up = min(max(WARM_UP, since - began), len(times) - 1)
+        start, microbatches = run.config.train.ramp.stage(finished_steps - 1)  # speeds are those of the last batch size
+        warm_up = min(max(WARM_UP, start - first_step), len(times) - 1)
         dt = median(times[warm_up:])
         return Summary(
             steps=finished_steps,

@@ -387,10 +387,10 @@ def with_default_schedule(optimizer: Mapping[str, Any], steps: int) -> dict[str,
         steps: steps of the run.
     """
     length = optimizer.get("schedule_steps", steps)
-    filled = {"schedule_steps": length, "warmup_steps": -(-length // 20), **optimizer}
-    if filled.get("learning_rate_schedule") == "constant":
-        return filled
-    return {"decay_steps": OptimizerConfig(**filled).decay, **filled}
+    settings = {"schedule_steps": length, "warmup_steps": -(-length // 20), **optimizer}
+    if settings.get("learning_rate_schedule") == "constant":
+        return settings
+    return {"decay_steps": OptimizerConfig(**settings).decay, **settings}
 
 
 def _plain(value: Any) -> Any:
@@ -441,8 +441,8 @@ class BatchRamp:
 
     def steps(self, microbatches: int) -> int:
         """Return the smallest number of steps that have at least this many microbatches in total."""
-        reached = [first for first, _ in self.stages if self.microbatches_before(first) < microbatches] or [0]
-        return reached[-1] - (self.microbatches_before(reached[-1]) - microbatches) // self.microbatches(reached[-1])
+        starts = [first for first, _ in self.stages if self.microbatches_before(first) < microbatches] or [0]
+        return starts[-1] - (self.microbatches_before(starts[-1]) - microbatches) // self.microbatches(starts[-1])
 
 
 def _ramp_mistake(value: object) -> str:

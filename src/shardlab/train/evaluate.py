@@ -218,8 +218,8 @@ class TextJob:
         job = self.jobs[-1]
         if getattr(job.model, "capacity_factor", None) is not None:  # padding would use up the capacity of experts
             return self
-        multiple, together = math.lcm(16, 2 * job.ranks), job.micro_batch_size * job.microbatches
-        widths = widths_of(text.lengths(self._count(text)), self.seq_len, multiple, together)
+        multiple, batch_size = math.lcm(16, 2 * job.ranks), job.micro_batch_size * job.microbatches
+        widths = widths_of(text.lengths(self._count(text)), self.seq_len, multiple, batch_size)
         return replace(self, jobs=tuple(replace(job, model=replace(job.model, seq_len=width)) for width in widths))
 
     def batches_of(self, text: EvaluationText) -> list[OrderedBatches]:
@@ -242,7 +242,7 @@ class TextJob:
         return min(len(text), limit)
 
 
-def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> list[int]:
+def widths_of(lengths: Numbers, seq_len: int, multiple: int, batch_size: int) -> list[int]:
     """Return the widths to which sequences are padded, ascending.
 
     The largest is the length of the longest sequence, rounded up. A smaller width is added if it saves at least a third
@@ -252,7 +252,7 @@ def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> l
         lengths: lengths of the sequences.
         seq_len: largest width that is allowed.
         multiple: number of which every width is a multiple, so that a plan can split it.
-        together: number of sequences that are computed at once.
+        batch_size: number of sequences that are computed at once.
 
     >>> widths_of(np.array([1000, 30, 20, 20]), 131_072, 16, 1)
     [32, 1008]
@@ -262,7 +262,7 @@ def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> l
         return min(seq_len, -(-length // multiple) * multiple)
 
     def cost(count: int, width: int) -> int:
-        return -(-count // together) * together * width
+        return -(-count // batch_size) * batch_size * width
 
     ascending = np.sort(lengths)
     widths = [width(int(ascending[-1]))]

@@ -188,16 +188,16 @@ class Watch:
                 members = [rank for rank, report in ranks.items() if report.fate == fate]
                 return f"{describe_fate(members, fate)}, and {timeout_text}."
         waits = {rank: report.wait for rank, report in ranks.items()}
-        blamed = find_culprits(waits) or [rank for rank, wait in waits.items() if not wait.blockers]
-        local_ranks = [rank for rank in blamed if rank in ranks]
+        culprits = find_culprits(waits) or [rank for rank, wait in waits.items() if not wait.blockers]
+        local_ranks = [rank for rank in culprits if rank in ranks]
         if local_ranks:
             description = waits[local_ranks[0]].description
             return (
                 f"no progress on {rank_names(local_ranks)}: {description}; {timeout_text}. "
                 "If steps, evaluations or saves of the run take longer, give a larger --timeout."
             )
-        if blamed:
-            return f"no progress on {rank_names(blamed)} of another host, and {timeout_text}."
+        if culprits:
+            return f"no progress on {rank_names(culprits)} of another host, and {timeout_text}."
         return _network(waits) + f", and {timeout_text}."
 
 
@@ -426,13 +426,13 @@ class TapeWaits:
         checked = self._forward if position.evaluates else self._checked
         tape = checked.program.tapes[rank]
         if position.op >= position.length:
-            behind = tuple(
+            slower = tuple(
                 other
                 for other in positions
                 if other != rank and self._is_round_pending(other, positions, position.round)
             )
             return RankWait(
-                f"is at the end of {'an evaluation' if position.evaluates else f'step {position.step + 1}'}", behind
+                f"is at the end of {'an evaluation' if position.evaluates else f'step {position.step + 1}'}", slower
             )
         if position.length != len(tape):  # the rank runs an earlier stage of a batch ramp, or a sample
             return RankWait(f"is in op {position.op} of {position.length} of another program")
@@ -444,15 +444,15 @@ class TapeWaits:
             verb = "starts" if op.kind in COMMUNICATION else "is in"
             return RankWait(f"{location}{verb} {op_text(checked, rank, op)}")
         communication = checked.communications[checked.communication_of[rank][op.handle]]
-        issued = next(member.op for member in communication.participants if member.rank == rank)
+        issue = next(member.op for member in communication.participants if member.rank == rank)
         others = [member for member in communication.participants if member.rank != rank]
-        missing = tuple(
+        late_ranks = tuple(
             member.rank
             for member in others
             if member.rank not in positions or _is_op_pending(positions[member.rank], position.round, member.op)
         )
-        description = f"{location}waits in {op_text(checked, rank, tape[issued])}"
-        return RankWait(description, missing or tuple(member.rank for member in others), not missing)
+        description = f"{location}waits in {op_text(checked, rank, tape[issue])}"
+        return RankWait(description, late_ranks or tuple(member.rank for member in others), not late_ranks)
 
     @staticmethod
     def _is_round_pending(rank: int, positions: Mapping[int, TapePosition | None], tape_round: int) -> bool:
@@ -467,9 +467,9 @@ def op_text(checked: Checked, rank: int, op: Op) -> str:
     """Return an op with its layer and microbatches, such as `backward(layer 3) of microbatch 1`."""
     numbers = [*op.inputs, *op.outputs]
     microbatches = [checked.specs[rank][number].microbatches for number in numbers if number in checked.specs[rank]]
-    about = next((mask for mask in microbatches if mask), 0)
+    first_mask = next((mask for mask in microbatches if mask), 0)
     text = str(op)
-    return text if not about or "microbatch" in text else f"{text} of {microbatches_text(about)}"
+    return text if not first_mask or "microbatch" in text else f"{text} of {microbatches_text(first_mask)}"
 
 
 def find_culprits(waits: Mapping[int, RankWait]) -> list[int]:
@@ -538,8 +538,8 @@ def parse_frames(text: str) -> list[str]:
     """
     last = re.split(r"^Current thread .*$", text, flags=re.MULTILINE)[-1]
     frames = [f'File "{file}", line {line} in {name}' for file, line, name in _FRAME.findall(last)][::-1]
-    entered = [index for index, frame in enumerate(frames) if _ENTERED.search(frame)]
-    return frames[entered[-1] :] if entered else frames
+    tape_starts = [index for index, frame in enumerate(frames) if _ENTERED.search(frame)]
+    return frames[tape_starts[-1] :] if tape_starts else frames
 
 
 def _network(waits: Mapping[int, RankWait]) -> str:
@@ -557,10 +557,10 @@ def _namespace() -> str:
 
 
 def _sentence(wait: RankWait, idle: float, fate: str) -> str:
-    whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
+    peers = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
     also_issued = ", which issued their part too" if wait.all_issued and wait.blockers else ""
-    since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
-    return f"{wait.description}{whom}{also_issued}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
+    start = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
+    return f"{wait.description}{peers}{also_issued}, since {start} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
 
 
 def _is_op_pending(position: TapePosition | None, tape_round: int, op: int) -> bool:

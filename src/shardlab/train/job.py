@@ -108,8 +108,8 @@ class Job:
         tiles = entry.tiles_on(self.ranks)
         if plan is None:
             return cut_for(self.model, mesh, columns=entry.columns, tiles=tiles)
-        apart, ulysses = plan.attention_apart, plan.ulysses
-        return cut_for(self.model, mesh, planned=True, attention_apart=apart, ulysses=ulysses, tiles=tiles)
+        attention_apart, ulysses = plan.attention_apart, plan.ulysses
+        return cut_for(self.model, mesh, planned=True, attention_apart=attention_apart, ulysses=ulysses, tiles=tiles)
 
     @property
     def sizes(self) -> Sizes:

@@ -158,7 +158,7 @@ class RankSetup:
         if self._rank == 0:
             weight_bytes = run.job.model.parameter_count * run.job.numbers.bytes(Kind.WEIGHT)
             step = self.checkpoint.step if self.checkpoint else 0
-            folder = OutputFolder(run.out, weight_bytes, since=step if run.continues else None)
+            folder = OutputFolder(run.out, weight_bytes, step=step if run.continues else None)
         if problem := ranks_without_folder(run.out, min(SEEN_WITHIN, run.config.train.timeout / 2)):
             if folder is not None:
                 folder.abandon()

@@ -40,13 +40,13 @@ class OutputFolder:
         unwritten: names of the files that could not be written.
     """
 
-    def __init__(self, path: Path, needed: int = 0, since: int | None = None) -> None:
+    def __init__(self, path: Path, needed: int = 0, step: int | None = None) -> None:
         """Make the folder, or open the folder of a run that is resumed.
 
         Args:
             path: the folder.
             needed: bytes that the weights of the run will take on the disk.
-            since: step at which a run is resumed. Records of this and later steps are removed, and so are incomplete
+            step: step at which a run is resumed. Records of this and later steps are removed, and so are incomplete
                 checkpoints. None for a new run.
 
         Raises:
@@ -55,13 +55,13 @@ class OutputFolder:
         """
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=since is not None)
+            path.mkdir(parents=True, exist_ok=step is not None)
         except FileExistsError:
             raise UserError(f"{path} exists; name a new folder with --out, so that nothing is overwritten") from None
         except OSError as error:
             raise UserError(f"the folder {path} cannot be made ({error.strerror}); name another with --out") from error
         if (free := shutil.disk_usage(path).free) < needed:
-            if since is None:
+            if step is None:
                 path.rmdir()
             raise UserError(
                 f"the weights will have {needed:,} bytes, but the disk of {path} has {free:,} bytes free; "
@@ -71,11 +71,11 @@ class OutputFolder:
         self._rewinds = False
         with writing(path / METRICS):
             self._metrics = lock_metrics(path)
-            if since is not None:
+            if step is not None:
                 remove_incomplete(path)
-                self._rewinds = int(last_figures(path / METRICS).get("step", -1) or 0) >= since
-                self._history = _truncate(self._metrics, path / METRICS, since)
-        self._since = since
+                self._rewinds = int(last_figures(path / METRICS).get("step", -1) or 0) >= step
+                self._history = _truncate(self._metrics, path / METRICS, step)
+        self._resume_step = step
         self._pending = b""
         self.loggers: Sequence[Logger] = ()
         self._last: dict[str, Any] | None = None
@@ -119,7 +119,7 @@ class OutputFolder:
 
     def log(self, config: LoggingConfig, record: Mapping[str, Any]) -> None:
         """Open the loggers that the configuration asks for. A resumed run continues its history in them."""
-        self.loggers = open_loggers(config, self.path, record, self._since, rewinds=self._rewinds)
+        self.loggers = open_loggers(config, self.path, record, self._resume_step, rewinds=self._rewinds)
 
     def write_metrics(self, metrics: Mapping[str, float | None], *, pending: bool = False) -> None:
         """Append the figures of a step to metrics.jsonl. If the disk is full, they are written with the next step's.

@@ -125,13 +125,13 @@ class TensorBoard:
 
     Args:
         folder: folder of the run.
-        since: step at which the run is resumed, if it is. TensorBoard drops the figures of this and later steps.
+        step: step at which the run is resumed, if it is. TensorBoard drops the figures of this and later steps.
     """
 
-    def __init__(self, folder: Path, since: int | None = None) -> None:
+    def __init__(self, folder: Path, step: int | None = None) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=since)
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
     def log(self, metrics: Mapping[str, float | None]) -> None:
         """Log the figures of a step. None stands for a figure that is not known, or not finite."""
@@ -149,20 +149,20 @@ class WeightsAndBiases:
     Args:
         folder: folder of the run. wandb makes a subfolder for each start, whose name contains wandb's id of the run.
         record: settings of the run.
-        since: step at which the run is resumed, if it is. The run's history at wandb continues.
-        rewinds: whether step `since` or a later one was logged before. If so, the history is cut off at `since`.
+        step: step at which the run is resumed, if it is. The run's history at wandb continues.
+        rewinds: whether `step` or a later step was logged before. If so, the history is cut off at `step`.
     """
 
     def __init__(
-        self, folder: Path, record: Mapping[str, Any], since: int | None = None, *, rewinds: bool = False
+        self, folder: Path, record: Mapping[str, Any], step: int | None = None, *, rewinds: bool = False
     ) -> None:
         import wandb
 
         starts = sorted(match.groups() for path in folder.glob("wandb/*") if (match := _START.fullmatch(path.name)))
         extra: dict[str, Any] = {}
-        if starts and since and rewinds:
-            extra = {"resume_from": f"{starts[-1][1]}?_step={since - 1}"}
-        elif starts and since:
+        if starts and step and rewinds:
+            extra = {"resume_from": f"{starts[-1][1]}?_step={step - 1}"}
+        elif starts and step:
             extra = {"id": starts[-1][1], "resume": "allow"}
         try:
             self._run = wandb.init(project="shardlab", name=folder.name, dir=str(folder), config=dict(record), **extra)
@@ -181,7 +181,7 @@ Logger = TensorBoard | WeightsAndBiases
 
 
 def open_loggers(
-    config: LoggingConfig, folder: Path, record: Mapping[str, Any], since: int | None = None, *, rewinds: bool = False
+    config: LoggingConfig, folder: Path, record: Mapping[str, Any], step: int | None = None, *, rewinds: bool = False
 ) -> list[Logger]:
     """Open the loggers that a configuration asks for.
 
@@ -189,11 +189,11 @@ def open_loggers(
         config: section `logging` of the configuration.
         folder: folder of the run.
         record: settings of the run.
-        since: step at which the run is resumed, if it is.
-        rewinds: whether step `since` or a later one was logged before.
+        step: step at which the run is resumed, if it is.
+        rewinds: whether `step` or a later step was logged before.
     """
-    loggers: list[Logger] = [TensorBoard(folder, since)] if config.tensorboard else []
-    return [*loggers, WeightsAndBiases(folder, record, since, rewinds=rewinds)] if config.wandb else loggers
+    loggers: list[Logger] = [TensorBoard(folder, step)] if config.tensorboard else []
+    return [*loggers, WeightsAndBiases(folder, record, step, rewinds=rewinds)] if config.wandb else loggers
 
 
 def require_loggers(config: LoggingConfig) -> None:

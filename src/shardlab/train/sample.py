@@ -79,8 +79,8 @@ def continue_prompt(
 
 def tokens_of(text: bytes, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a prompt, preceded by the tokens with which every text begins."""
-    (encoded,) = tokenizer.encode([text])
-    return [*tokenizer.begin, *encoded.tolist()]
+    (tokens,) = tokenizer.encode([text])
+    return [*tokenizer.begin, *tokens.tolist()]
 
 
 def for_text(model: Model) -> Model:
@@ -111,8 +111,8 @@ def in_writing(model: Model, limit: int) -> Generator[None, None, None]:
 def whole_weights(model: Blocks, initial: Initial, device: torch.device) -> list[Tensor]:
     """Return the flat weights of every block in float32, as `initial` reads them from a folder."""
     lengths = [model.layout(layer).numel for layer in range(model.layers)]
-    read = (initial(layer, length, [(0, length)], torch.float32) for layer, length in enumerate(lengths))
-    return [flat.to(device) for flat in read]
+    flats = (initial(layer, length, [(0, length)], torch.float32) for layer, length in enumerate(lengths))
+    return [flat.to(device) for flat in flats]
 
 
 def as_text(tokens: Iterable[int], tokenizer: Tokenizer, prefix: Sequence[int] = ()) -> Iterator[str]:
@@ -152,12 +152,12 @@ class ParallelWriter(TextGenerator):
     def __init__(self, state: State, whole: Blocks, choice: TokenSampling, should_stop: Callable[[], bool]) -> None:
         ranks = dist.get_world_size()
         parts = [range(rank * whole.layers // ranks, (rank + 1) * whole.layers // ranks) for rank in range(ranks)]
-        mine = parts[state.rank]
-        super().__init__(for_text(whole), _whole_blocks(state, whole, parts), choice, blocks=mine)
-        active = [rank for rank, part in enumerate(parts) if part and mine]
-        self._previous = next((rank for rank in active if parts[rank].stop == mine.start), None)
-        self._next = next((rank for rank in active if parts[rank].start == mine.stop), None)
-        self._is_last = bool(mine) and self._next is None
+        own_blocks = parts[state.rank]
+        super().__init__(for_text(whole), _whole_blocks(state, whole, parts), choice, blocks=own_blocks)
+        active = [rank for rank, part in enumerate(parts) if part and own_blocks]
+        self._previous = next((rank for rank in active if parts[rank].stop == own_blocks.start), None)
+        self._next = next((rank for rank in active if parts[rank].start == own_blocks.stop), None)
+        self._is_last = bool(own_blocks) and self._next is None
         self._should_stop, self._began, self._width = should_stop, time.monotonic(), whole.hidden_size
         self._scores = torch.zeros(whole.vocab_size + 1, dtype=state.exact, device=state.settings.device)
 
@@ -281,15 +281,15 @@ def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[T
         | {(0, name) for block in part for name in whole.borrowed(block)}
         for part in parts
     ]
-    mine = {block for block, _ in needed[state.rank]}
-    lengths = [whole.layout(block).numel if block in mine else 0 for block in range(whole.layers)]
+    own_blocks = {block for block, _ in needed[state.rank]}
+    lengths = [whole.layout(block).numel if block in own_blocks else 0 for block in range(whole.layers)]
     flats = [torch.zeros(length, dtype=state.exact, device=state.settings.device) for length in lengths]
-    views = {block: named_views(whole.layout(block), flats[block]) for block in mine}
+    views = {block: named_views(whole.layout(block), flats[block]) for block in own_blocks}
     buffers = {(block, name): views[block][name] for block, name in needed[state.rank]}
     for layer in range(model.layers):
         names = {(block, parameter.name) for block, parameter in model.run(layer).parameters()}
-        for rank, theirs in enumerate(needed):
-            if names & theirs:
+        for rank, rank_needs in enumerate(needed):
+            if names & rank_needs:
                 _gather_layer(state, layer, rank, buffers)
     return flats
 

@@ -460,8 +460,8 @@ def flops_per_token(model: Blocks) -> float:
         if ".experts." in parameter.name
     )
     parameters = count_parameters(model).without_positions - routed * (1 - top_k / experts)
-    rotated = model.rope_dim // 2 if isinstance(model, GPT) and model.kv_rank else 0  # of queries and keys, not values
-    width = model.heads * (model.head_size + rotated) if isinstance(model, GPT) else 0
+    rotary = model.rope_dim // 2 if isinstance(model, GPT) and model.kv_rank else 0  # of queries and keys, not values
+    width = model.heads * (model.head_size + rotary) if isinstance(model, GPT) else 0
     return 6.0 * parameters + 12.0 * model.layers * width * model.seq_len
 
 

@@ -280,8 +280,8 @@ def _kept_slices(
     slices: list[set[tuple[OpKind, int, Holds, str]]] = []
     for tape, specs in zip(checked.program.tapes, checked.specs, strict=True):
         gathers = () if carried else {op.outputs[0] for op in tape if op.kind is OpKind.ALL_GATHER}
-        gathered = {key for number, key in KeptWeights(tape, specs).final.items() if number in gathers}
+        gathered_keys = {key for number, key in KeptWeights(tape, specs).final.items() if number in gathers}
         forms = [(op.kind, specs[op.outputs[KEPT_RESULTS[op.kind]]].form) for op in tape if op.kind in KEPT_RESULTS]
-        alone = [(kind, form) for kind, form in forms if (form.layer, form.holds) not in gathered]
+        alone = [(kind, form) for kind, form in forms if (form.layer, form.holds) not in gathered_keys]
         slices.append({(kind, form.layer, form.holds, form.place) for kind, form in alone})
     return Shapes(checked, model, 1).flat, slices

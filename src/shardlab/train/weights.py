@@ -120,8 +120,8 @@ def save_weights(state: State, out: Path, *, shard_bytes: int = SHARD_BYTES) -> 
 
 def _all_finite(state: State) -> bool:
     """Return whether the weights of all ranks are finite."""
-    mine = all(bool(tensor.isfinite().all()) for tensor in state.kept.values())
-    finite = torch.tensor(int(mine), device=state.settings.device)
+    is_finite = all(bool(tensor.isfinite().all()) for tensor in state.kept.values())
+    finite = torch.tensor(int(is_finite), device=state.settings.device)
     dist.all_reduce(finite, dist.ReduceOp.MIN)
     return bool(finite)
 
@@ -170,7 +170,7 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
     for layer, file in enumerate(files):
         layers.setdefault(file, []).append(layer)
     writers = {file: number % dist.get_world_size() for number, file in enumerate(layers)}
-    mine = {
+    own_files = {
         file: PartialFile(
             single.with_name(file), header_of({name: row for layer in part for name, row in tensors[layer].items()})
         )
@@ -178,12 +178,12 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
         if writers[file] == rank
     }
     for layer in sorted(range(model.layers), key=lambda layer: layers[files[layer]].index(layer)):
-        _gather_layer(state, layer, writers[files[layer]], mine.get(files[layer]))
+        _gather_layer(state, layer, writers[files[layer]], own_files.get(files[layer]))
     index: list[PartialFile] = []
     if len(layers) > 1 and rank == 0:
         names = {name: file for parameters, file in zip(tensors, files, strict=True) for name in parameters}
         index.append(PartialFile(index_of(single), index_text(names, sum(sizes)).encode()))
-    shards, old = list(mine.values()), [partial(_remove_old, single)] if rank == 0 else []
+    shards, old = list(own_files.values()), [partial(_remove_old, single)] if rank == 0 else []
     error = (
         _run_on_all([file.end for file in (*shards, *index)])
         or _run_on_all(old)  # before the renames, so that no index ever names old files and new ones
@@ -220,10 +220,10 @@ def _remove_old(single: Path) -> None:
 
 def _run_on_all(actions: Iterable[Callable[[], None]]) -> str:
     """Run actions on every rank, and return the error of the first rank that failed; empty if none did."""
-    mine = ""
+    own_error = ""
     try:
         for action in actions:
             action()
     except UserError as error:
-        mine = str(error)
-    return next((error for error in gather_objects(mine) if error), "")
+        own_error = str(error)
+    return next((error for error in gather_objects(own_error) if error), "")

@@ -82,8 +82,8 @@ class RunningWorld:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         coordinates = {axis: mesh.coordinate(rank, axis) for axis in mesh.used}
         cpus, threads = as_ranges(usable_cpus()), torch.get_num_threads()
-        mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates, cpus, threads)
-        return cls(gather_objects(mine), str(dist.get_backend()), launcher_of(os.environ), versions())
+        place = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates, cpus, threads)
+        return cls(gather_objects(place), str(dist.get_backend()), launcher_of(os.environ), versions())
 
     @property
     def bound(self) -> bool:
@@ -116,8 +116,8 @@ class RunningWorld:
             )
             console.print(line, highlight=False, soft_wrap=whole)
         if self.backend == "gloo" and (gpus := gpu_count()):
-            ranks, them = counted(len(self.places), "rank"), "GPU" if gpus == 1 else "GPUs"
-            line = f"{ranks} on {counted(gpus, 'GPU')}: all compute on the CPU; --ranks {gpus} takes the {them}"
+            ranks, noun = counted(len(self.places), "rank"), "GPU" if gpus == 1 else "GPUs"
+            line = f"{ranks} on {counted(gpus, 'GPU')}: all compute on the CPU; --ranks {gpus} takes the {noun}"
             console.print(line, highlight=False, soft_wrap=whole)
 
 
@@ -186,9 +186,9 @@ def require_agreement(checked: Checked, data: str, resumed: str = "") -> None:
     Raises:
         RuntimeError: if some ranks differ from rank 0; the message names them.
     """
-    gathered = gather_objects((checked.program.fingerprint(), data, resumed))
+    all_inputs = gather_objects((checked.program.fingerprint(), data, resumed))
     for difference, index in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
-        others = [rank for rank, theirs in enumerate(gathered) if theirs[index] != gathered[0][index]]
+        others = [rank for rank, inputs in enumerate(all_inputs) if inputs[index] != all_inputs[0][index]]
         if others:
             raise RuntimeError(
                 f"rank {', '.join(map(str, others))} has {difference} than rank 0; "

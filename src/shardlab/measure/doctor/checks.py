@@ -243,8 +243,8 @@ def _memory(facts: HostFacts) -> CheckResult:
         return "not known"
     text = f"{bytes_text(facts.memory, 1)} available for {counted(facts.ranks, 'rank')}"
     if facts.memory < MEMORY_PER_RANK * facts.ranks:
-        wants = f"{bytes_text(MEMORY_PER_RANK, 1)} a rank at least"
-        return "warning", text, f"start fewer ranks here, or free some: {wants}"
+        requirement = f"{bytes_text(MEMORY_PER_RANK, 1)} a rank at least"
+        return "warning", text, f"start fewer ranks here, or free some: {requirement}"
     return text
 
 

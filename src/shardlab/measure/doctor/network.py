@@ -91,9 +91,9 @@ def measure_links(rank: int, device: torch.device) -> list[MeasuredLink]:
     """Time messages between consecutive ranks, pair by pair. Every rank calls this, and receives all links."""
     world = dist.get_world_size()
     pairs = [(first, (first + 1) % world) for first in range(world if world > 2 else world - 1)]
-    mine = {pair: _link(pair, rank, device) for pair in pairs}
-    gathered = gather_objects({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
-    return [gathered[first][first, second] for first, second in pairs]
+    own_links = {pair: _link(pair, rank, device) for pair in pairs}
+    links = gather_objects({pair: link for pair, link in own_links.items() if link is not None and pair[0] == rank})
+    return [links[first][first, second] for first, second in pairs]
 
 
 STRATEGIES = ("ddp", "fsdp")
@@ -198,10 +198,10 @@ def _versions(facts: WorldFacts) -> CheckResult:
 
 def _clocks(facts: WorldFacts) -> CheckResult:
     rank = max(range(len(facts.clocks)), key=lambda rank: abs(facts.clocks[rank]))
-    apart = facts.clocks[rank]
-    if abs(apart) < CLOCKS_APART:
-        return f"at most {1000 * abs(apart):.1f} ms apart"
-    text = f"rank {rank} ({facts.hosts[rank].host}) is {abs(apart):,.1f} s {'ahead' if apart > 0 else 'behind'}"
+    offset = facts.clocks[rank]
+    if abs(offset) < CLOCKS_APART:
+        return f"at most {1000 * abs(offset):.1f} ms apart"
+    text = f"rank {rank} ({facts.hosts[rank].host}) is {abs(offset):,.1f} s {'ahead' if offset > 0 else 'behind'}"
     return "warning", text, "start chrony or ntpd there"
 
 
@@ -277,20 +277,20 @@ def _clock_offset(rank: int, device: torch.device) -> float:
                 send_time = time.time()
                 dist.send(now, 0)
                 dist.recv(now, 0)
-                took = time.time() - send_time
-                if took < best:
-                    best, ahead = took, send_time + took / 2 - float(now)
+                round_trip = time.time() - send_time
+                if round_trip < best:
+                    best, ahead = round_trip, send_time + round_trip / 2 - float(now)
     return ahead
 
 
 def _unequal_ranks(state: State) -> list[int]:
     """Return the ranks whose copy of a slice differs, bitwise, from the copy on the first rank that holds the slice."""
-    mine = {
+    own_hashes = {
         (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
         for (layer, holds), slices in state.kept.items()
     }
-    gathered = gather_objects(mine)
+    all_hashes = gather_objects(own_hashes)
     first: dict[tuple[int, str], str] = {}
-    for theirs in gathered:
-        first = theirs | first
-    return [rank for rank, theirs in enumerate(gathered) if any(first[key] != value for key, value in theirs.items())]
+    for hashes in all_hashes:
+        first = hashes | first
+    return [rank for rank, hashes in enumerate(all_hashes) if any(first[key] != value for key, value in hashes.items())]

@@ -211,10 +211,10 @@ class Pipeline:
     def __init__(
         self, pair: StrategyPair, size: Size, ranks: TorchRanks, rank: int, batches: DrawnBatches, device: torch.device
     ) -> None:
-        mine = stages_of(pair, size, ranks.count, rank)
-        count, group = ranks.count * len(mine), ranks.group()
-        self.modules: list[GPTModule] = [gpt_module(size.model, layers, SEED, device) for layers in mine.values()]
-        numbered = zip(self.modules, mine, strict=True)
+        own_stages = stages_of(pair, size, ranks.count, rank)
+        count, group = ranks.count * len(own_stages), ranks.group()
+        self.modules: list[GPTModule] = [gpt_module(size.model, layers, SEED, device) for layers in own_stages.values()]
+        numbered = zip(self.modules, own_stages, strict=True)
         stages: list[Any] = [PipelineStage(module, stage, count, device, group=group) for module, stage in numbered]
         self._schedule: Any = (
             ONE_STAGE[pair.name](stages[0], MICROBATCHES, loss_of)
@@ -222,7 +222,7 @@ class Pipeline:
             else MORE_STAGES[pair.name](stages, MICROBATCHES, loss_of)
         )
         self._optimizer = adamw([parameter for module in self.modules for parameter in module.parameters()])
-        self._first, self._last = 0 in mine, count - 1 in mine
+        self._first, self._last = 0 in own_stages, count - 1 in own_stages
         self._batches, self._device, self._at = batches, device, 0
 
     def step(self) -> Tensor:

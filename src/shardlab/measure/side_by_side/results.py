@@ -77,8 +77,8 @@ class Side:
         Args:
             plain: timed plain steps (see `Comparison`).
         """
-        whole, had, compute = median(self.seconds), median(self.computing), median(plain.computing)
-        return Parts(compute, had - compute, max(0.0, whole - had))
+        step_seconds, thread_seconds, compute = median(self.seconds), median(self.computing), median(plain.computing)
+        return Parts(compute, thread_seconds - compute, max(0.0, step_seconds - thread_seconds))
 
 
 def ratios(side: Side, other: Side) -> Spread:

@@ -184,10 +184,10 @@ def take_turns(
     gc.collect()
     for turn in range(turns):
         for side in orders[turn % len(orders)]:
-            loss, took, computed = _time_step(contenders[side], device)
+            loss, step_seconds, cpu_seconds = _time_step(contenders[side], device)
             losses[side].append(loss)
-            seconds[side].append(took)
-            computing[side].append(computed)
+            seconds[side].append(step_seconds)
+            computing[side].append(cpu_seconds)
 
     def over_ranks(numbers: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64, device=device)
@@ -209,11 +209,11 @@ def take_turns(
 def _time_step(contender: Contender, device: torch.device) -> tuple[Tensor, float, float]:
     """Run one step, and return its loss, its seconds, and the CPU seconds of this thread."""
     dist.barrier()
-    began, had = time.perf_counter(), time.thread_time()
+    start, cpu_start = time.perf_counter(), time.thread_time()
     loss = contender.step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return loss, max(SHORTEST_SECONDS, time.perf_counter() - began), time.thread_time() - had
+    return loss, max(SHORTEST_SECONDS, time.perf_counter() - start), time.thread_time() - cpu_start
 
 
 def _mean_losses(losses: Sequence[Tensor]) -> list[float]:

@@ -264,9 +264,9 @@ def header_of(
         end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % ALIGNMENT)
-    return len(encoded).to_bytes(8, "little") + encoded
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % ALIGNMENT)
+    return len(header_bytes).to_bytes(8, "little") + header_bytes
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -304,9 +304,9 @@ def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tupl
         state: this rank's tensors.
         keys: slices of each rank.
     """
-    mine: dict[Key, list[tuple[int, int]]] = {}
+    own_ranges: dict[Key, list[tuple[int, int]]] = {}
     for layer in range(state.model.layers):
-        holders = [(rank, holds) for rank, theirs in enumerate(keys) for number, holds in theirs if number == layer]
+        holders = [(rank, holds) for rank, slices in enumerate(keys) for number, holds in slices if number == layer]
         pieces = math.lcm(*(holds.of for _, holds in holders))
         owners: list[list[tuple[int, Holds]]] = [[] for _ in range(pieces)]
         for rank, holds in holders:
@@ -317,8 +317,8 @@ def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tupl
             if candidates:
                 rank, holds = candidates[(layer + piece) % len(candidates)]
                 if rank == state.rank:
-                    mine.setdefault((layer, holds), []).append((piece * size, (piece + 1) * size))
-    return mine
+                    own_ranges.setdefault((layer, holds), []).append((piece * size, (piece + 1) * size))
+    return own_ranges
 
 
 def _pieces(model: Model, layer: int, length: int) -> Sequence[dict[str, Any]]:

@@ -229,15 +229,15 @@ class CheckpointTensors:
         """
         elements = torch.zeros(len(rows), len(columns), dtype=self.stored_dtype)
         for piece in self._checkpoint.pieces[block, parameter.name] if elements.numel() else ():
-            experts, mine, across = piece.numbers
+            experts, stored_rows, stored_columns = piece.numbers
             expert_index = (experts == matrix).nonzero()
-            subset = torch.isin(rows, mine).nonzero()[:, 0]
-            low = int(torch.searchsorted(across, columns[0]))
-            high = int(torch.searchsorted(across, columns[-1], right=True))
+            subset = torch.isin(rows, stored_rows).nonzero()[:, 0]
+            low = int(torch.searchsorted(stored_columns, columns[0]))
+            high = int(torch.searchsorted(stored_columns, columns[-1], right=True))
             if not len(expert_index) or not len(subset) or low == high:
                 continue
-            begins = torch.searchsorted(mine, rows[subset]) + int(expert_index) * piece.rows
-            into = across[low:high] - columns[0]
+            begins = torch.searchsorted(stored_rows, rows[subset]) + int(expert_index) * piece.rows
+            into = stored_columns[low:high] - columns[0]
             elements[subset[:, None], into] = torch.cat(list(self._rows(piece, begins, low, high))).view(-1, high - low)
         return elements
 

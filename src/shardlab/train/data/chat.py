@@ -125,8 +125,8 @@ def _find_end_tokens(folder: Path, config: dict[str, Any], tokenizer: Tokenizer)
     ends: set[int] = set() if tokenizer.end is None else {tokenizer.end}
     for name in ("generation_config.json", "config.json"):
         token_ids: Any = _table(folder / name).get("eos_token_id")
-        listed = cast(list[Any], token_ids) if isinstance(token_ids, list) else [token_ids]
-        ends |= {token_id for token_id in listed if isinstance(token_id, int)}
+        values = cast(list[Any], token_ids) if isinstance(token_ids, list) else [token_ids]
+        ends |= {token_id for token_id in values if isinstance(token_id, int)}
     if eos := token_text(config.get("eos_token")):
         tokens = tokenizer.encode_spelled(eos)
         ends |= set(tokens) if len(tokens) == 1 else set()

@@ -267,8 +267,8 @@ class Corpus:
                     f"({_about(tokenizer)}); give the text itself, or prepare it by --tokenizer {owner}"
                 )
             return corpus
-        source, by = Input.guess(path), tokenizer or ByteTokenizer()
-        if source.format == "text" and isinstance(by, ByteTokenizer):
+        source, encoder = Input.guess(path), tokenizer or ByteTokenizer()
+        if source.format == "text" and isinstance(encoder, ByteTokenizer):
             return cls.from_text(map_text(path), seq_len, str(path))
         if source.format == "tokens" and tokenizer is None:
             raise UserError(
@@ -281,7 +281,7 @@ class Corpus:
                 f"{path} has {source.size:,} bytes, all of which every rank would encode; encode them once by shardlab "
                 f"data prepare {path}{option} --out FOLDER, and give the folder"
             )
-        return cls.encode(source, by, seq_len)
+        return cls.encode(source, encoder, seq_len)
 
 
 @dataclass(frozen=True)

@@ -218,12 +218,12 @@ def encode_documents(
     for pieces in reading.batches(batch):
         source = pieces[0][0]
         with name_source_in_errors(source):
-            encoded = iter(tokenizer.encode([piece.text for _, piece in pieces if piece.tokens is None]))
+            token_arrays = iter(tokenizer.encode([piece.text for _, piece in pieces if piece.tokens is None]))
             for _, piece in pieces:
                 if piece.tokens is None:
-                    tokens = next(encoded)
-                    if missing := tokenizer.count_lost(piece.text, tokens):
-                        lost_counts.update(missing)
+                    tokens = next(token_arrays)
+                    if new_counts := tokenizer.count_lost(piece.text, tokens):
+                        lost_counts.update(new_counts)
                     yield EncodedPiece(
                         _add_special_tokens(tokens, piece, source, tokenizer), len(piece.text), piece.ends
                     )

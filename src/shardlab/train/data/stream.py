@@ -114,8 +114,8 @@ class SequenceStream:
         sources, indices = self._locate(numbers, seq_len, seed)
         tokens, targets = np.empty((2, numbers.size, seq_len), np.int64)
         for source, run in enumerate(self.runs):
-            mine = sources == source
-            tokens[mine], targets[mine] = run.cut(indices[mine], seq_len)
+            mask = sources == source
+            tokens[mask], targets[mask] = run.cut(indices[mask], seq_len)
         return tokens, targets
 
     def epochs(self, sequences: int, seq_len: int) -> list[float]:
@@ -144,19 +144,19 @@ class SequenceStream:
         return sources[numbers - block * LOCATED], indices[numbers - block * LOCATED]
 
     def _locate_all(self, numbers: Numbers, seq_len: int, seed: int | None) -> tuple[Numbers, Numbers]:
-        together = sum(self.shares)
-        turns, slots = np.divmod(numbers, together)
-        if seed is not None and together > 1:
-            slots = shuffle(slots, together, "sources", seed, turns)
+        period = sum(self.shares)
+        turns, slots = np.divmod(numbers, period)
+        if seed is not None and period > 1:
+            slots = shuffle(slots, period, "sources", seed, turns)
         ends = np.cumsum(self.shares)
         sources = np.searchsorted(ends, slots, "right")
         shares = np.array(self.shares)[sources]
         earlier = turns * shares + slots - (ends[sources] - shares)  # number of earlier sequences of this source
         indices = np.empty_like(earlier)
         for source, run in enumerate(self.runs):
-            mine, size = sources == source, run.sequences(seq_len)
-            epochs, index = np.divmod(earlier[mine], size)
-            indices[mine] = index if seed is None else shuffle(index, size, f"source {source}", seed, epochs)
+            mask, size = sources == source, run.sequences(seq_len)
+            epochs, index = np.divmod(earlier[mask], size)
+            indices[mask] = index if seed is None else shuffle(index, size, f"source {source}", seed, epochs)
         return sources, indices
 
 

@@ -121,8 +121,8 @@ def same_tokens(a: Tokenizer, b: Tokenizer) -> bool:
     if a.kind == b.kind and a.files() == b.files():
         return True
     smaller, larger = sorted((a, b), key=lambda tokenizer: tokenizer.vocab_size)
-    shared, beyond = smaller.vocab_size, range(smaller.vocab_size, larger.vocab_size)
-    return larger.added.issuperset(beyond) and smaller.token_texts() == larger.token_texts()[:shared]
+    shared, extra_tokens = smaller.vocab_size, range(smaller.vocab_size, larger.vocab_size)
+    return larger.added.issuperset(extra_tokens) and smaller.token_texts() == larger.token_texts()[:shared]
 
 
 class ByteTokenizer(Tokenizer):
@@ -171,8 +171,8 @@ class Characters(Tokenizer):
         Raises:
             UserError: if the file is not a list of characters.
         """
-        listed: Any = json.loads(files[cls.FILE])
-        characters = cast(list[Any], listed if isinstance(listed, list) else [None])
+        content: Any = json.loads(files[cls.FILE])
+        characters = cast(list[Any], content if isinstance(content, list) else [None])
         if not all(isinstance(character, str) and len(character) == 1 for character in characters):
             raise UserError(f"{cls.FILE} is not a list of characters; copy its folder again")
         return cls(characters)
@@ -261,8 +261,8 @@ class Gpt2(Tokenizer):
         return cls(contents)
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        encoded: list[list[int]] = self._encoding.encode_ordinary_batch([decode_utf8(text) for text in texts])
-        return [np.array(tokens, np.int64) for tokens in encoded]
+        token_lists: list[list[int]] = self._encoding.encode_ordinary_batch([decode_utf8(text) for text in texts])
+        return [np.array(tokens, np.int64) for tokens in token_lists]
 
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         return self._encoding.decode_bytes(np.minimum(tokens, self.vocab_size - 1).tolist())
@@ -541,9 +541,9 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "config.json")
     added, roles, config, *models = (_table(files, name) for name in (*names, "generation_config.json"))
     texts = {role: token_text(token) for role, token in (roles | config).items() if role.endswith("_token")}
-    listed = cast(dict[str, Any], config.get("added_tokens_decoder") or {})
+    added_tokens = cast(dict[str, Any], config.get("added_tokens_decoder") or {})
     numbers = {number: token for token, number in added.items()}
-    numbers |= {int(number): token_text(token) for number, token in listed.items()}
+    numbers |= {int(number): token_text(token) for number, token in added_tokens.items()}
     ids = (token_id for model in models for token_id in _as_list(model.get("eos_token_id")))
     end = next((token_id for token_id in ids if isinstance(token_id, int)), None)
     adds: Any = config.get("add_bos_token")

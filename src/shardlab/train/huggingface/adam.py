@@ -185,15 +185,15 @@ def write_checkpoint(
     if (name := cast(dict[str, Any], config.get("optimizer", {})).get("optimizer", "adamw")) != "adamw":
         raise UserError(f"{settings}: the optimizer is {name}, but these are moments of adamw; name other settings")
     lengths = [model.layout(block).numel for block in range(model.layers)]
-    planned = [
+    outputs = [
         _flat_tensor(source, kind, block, length)
         for block, length in enumerate(lengths)
         for kind, source in ((WEIGHTS, state.weights), *state.moments.items())
     ]
-    files = shards_of((tensor.nbytes for tensor in planned), "rank.safetensors", shard_bytes)
+    files = shards_of((tensor.nbytes for tensor in outputs), "rank.safetensors", shard_bytes)
     disk, folder = Disk(), folder_of(out / "checkpoints", state.step)
-    followed = zip(follow(planned), files, strict=True)
-    for rank, (_, pairs) in enumerate(groupby(followed, lambda pair: pair[1])):
+    tensors_and_files = zip(follow(outputs), files, strict=True)
+    for rank, (_, pairs) in enumerate(groupby(tensors_and_files, lambda pair: pair[1])):
         tensors = [tensor for tensor, _ in pairs]
         note = {"tensors": {tensor.name: tensor.numel for tensor in tensors}, "updates": state.updates}
         write_shard(disk, folder, rank, file_chunks(tensors, tensors), note)
@@ -202,15 +202,15 @@ def write_checkpoint(
         CONFIG: (settings / CONFIG).read_text(encoding="utf-8"),
     }
     commit(disk, folder, len(set(files)), documents, 1)
-    return planned
+    return outputs
 
 
 def _flat_tensor(source: Source, kind: str, block: int, length: int) -> OutputTensor:
     """Return a block's flat buffer as a tensor."""
     model = source.model
     dtype = source.dtype(block, model.layout(block).parameters[0])
-    read = partial(read_range, source, model, block, length, dtype=dtype)
-    return OutputTensor(f"{kind}.{block}.0", (length,), dtype, read)
+    read_part = partial(read_range, source, model, block, length, dtype=dtype)
+    return OutputTensor(f"{kind}.{block}.0", (length,), dtype, read_part)
 
 
 def _run_state(

@@ -121,34 +121,34 @@ def convert_weights(
     left_out, values = [*source.left_out, *([f"optimizer ({state})"] if isinstance(state, str) else [])], None
     if isinstance(state, AdamState):
         moments, values = torchtitan_state(state, _torchtitan_parameters, source.folder)
-        planned = [*_torchtitan_tensors(state.weights), *moments]
+        outputs = [*_torchtitan_tensors(state.weights), *moments]
     else:
-        planned = _plan(source, form)
+        outputs = _plan(source, form)
     with atomic_folder(out) as part:
-        if (free := shutil.disk_usage(part).free) < (needed := sum(tensor.nbytes for tensor in planned)):
+        if (free := shutil.disk_usage(part).free) < (needed := sum(tensor.nbytes for tensor in outputs)):
             raise UserError(f"the weights have {needed:,} bytes, but the disk of {out} has {free:,} bytes free")
         if form == "dcp":
             from shardlab.train.checkpoint.distributed import write_distributed  # imports much of torch
 
-            write_distributed(part, planned, shard_bytes, follow, values)
+            write_distributed(part, outputs, shard_bytes, follow, values)
             for name in (CHECKPOINT_CONFIG, STATE) if values else ():
                 shutil.copyfile(source.folder / name, part / name)
         else:
-            _write_safetensors(part / (WEIGHTS if form == "shardlab" else SINGLE), planned, shard_bytes, follow)
-        _write_config(source, form, part, {tensor.dtype for tensor in planned}, special or {})
+            _write_safetensors(part / (WEIGHTS if form == "shardlab" else SINGLE), outputs, shard_bytes, follow)
+        _write_config(source, form, part, {tensor.dtype for tensor in outputs}, special or {})
         for name, content in (extra_files or {}).items():
             (part / name).write_bytes(content)
         for path in sorted({path for pattern in COMPANIONS for path in source.folder.glob(pattern)}):
             if path.is_file():
                 shutil.copyfile(path, part / path.name)
-    return _result(source, out, form, planned, left_out)
+    return _result(source, out, form, outputs, left_out)
 
 
-def _result(source: Source, out: Path, form: Form, planned: Sequence[OutputTensor], left_out: list[str]) -> Converted:
+def _result(source: Source, out: Path, form: Form, outputs: Sequence[OutputTensor], left_out: list[str]) -> Converted:
     """Return the result of a conversion into a folder that is complete."""
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
-    count = sum(tensor.numel for tensor in planned)
-    return Converted(str(out), form, name_of(type(source.model)), count, len(planned), files, left_out)
+    count = sum(tensor.numel for tensor in outputs)
+    return Converted(str(out), form, name_of(type(source.model)), count, len(outputs), files, left_out)
 
 
 def _as_run(source: Source, out: Path, settings: Path, shard_bytes: int, follow: Track) -> Converted:
@@ -157,22 +157,22 @@ def _as_run(source: Source, out: Path, settings: Path, shard_bytes: int, follow:
     if isinstance(state, str):
         raise UserError(f"{source.folder}: to go on, a run needs {state}; leave out --settings to convert the weights")
     with atomic_folder(out) as part:
-        planned = write_checkpoint(state, part, settings, shard_bytes, follow)
+        outputs = write_checkpoint(state, part, settings, shard_bytes, follow)
         _write_config(source, "shardlab", part, set(), {})
     left_out = [name for name in source.left_out if name not in ("optimizer", "train_state")]
-    return _result(source, out, "shardlab", planned, left_out)
+    return _result(source, out, "shardlab", outputs, left_out)
 
 
-def _write_safetensors(single: Path, planned: Sequence[OutputTensor], shard_bytes: int, follow: Track) -> None:
+def _write_safetensors(single: Path, outputs: Sequence[OutputTensor], shard_bytes: int, follow: Track) -> None:
     """Write tensors into one file, or into several files and their index."""
-    files = shards_of((tensor.nbytes for tensor in planned), single.name, shard_bytes)
-    followed = zip(follow(list(planned)), files, strict=True)
-    for name, tensors in groupby(followed, lambda pair: pair[1]):
-        file_tensors = [tensor for tensor, file in zip(planned, files, strict=True) if file == name]
+    files = shards_of((tensor.nbytes for tensor in outputs), single.name, shard_bytes)
+    tensors_and_files = zip(follow(list(outputs)), files, strict=True)
+    for name, tensors in groupby(tensors_and_files, lambda pair: pair[1]):
+        file_tensors = [tensor for tensor, file in zip(outputs, files, strict=True) if file == name]
         Disk().write(single.with_name(name), file_chunks(file_tensors, (tensor for tensor, _ in tensors)))
     if files[0] != single.name:
-        index = dict(zip((tensor.name for tensor in planned), files, strict=True))
-        write_atomically(index_of(single), index_text(index, sum(tensor.nbytes for tensor in planned)))
+        index = dict(zip((tensor.name for tensor in outputs), files, strict=True))
+        write_atomically(index_of(single), index_text(index, sum(tensor.nbytes for tensor in outputs)))
 
 
 def _plan(source: Source, form: Form) -> list[OutputTensor]:
@@ -189,15 +189,15 @@ def _plan(source: Source, form: Form) -> list[OutputTensor]:
     family, model = family_of(source.model, str(source.folder))
     existing = {(block, parameter.name) for block, parameter in parameters_of(source.model)}
     default = source.dtype(*next(parameters_of(source.model)))
-    planned: list[OutputTensor] = []
+    outputs: list[OutputTensor] = []
     for block, parameter in parameters_of(replace(model, bias=True) if family is GPT2 else model):
         parts = family.naming.parts(model, block, parameter)
         if (block, parameter.name) in existing:
-            planned += _tensors_of(source, block, parameter, parts)
+            outputs += _tensors_of(source, block, parameter, parts)
         else:
             rows = [part for matrix_parts in parts for part in matrix_parts]
-            planned += [OutputTensor(row.name, row.shape, default, partial(_zeros, row.shape[1:])) for row in rows]
-    return planned
+            outputs += [OutputTensor(row.name, row.shape, default, partial(_zeros, row.shape[1:])) for row in rows]
+    return outputs
 
 
 def _torchtitan_parameters(source: Source) -> list[OutputTensor]:
@@ -212,14 +212,14 @@ def _torchtitan_parameters(source: Source) -> list[OutputTensor]:
 
 def _torchtitan_tensors(source: Source) -> list[OutputTensor]:
     """List the weights in torchtitan's layout, with a copy of a tied embedding as head, and zero biases of routers."""
-    planned, model = _torchtitan_parameters(source), source.model
+    outputs, model = _torchtitan_parameters(source), source.model
     for block, parameter in parameters_of(source.model):
         if model.has_tied_head and parameter.name == EMBEDDING:
-            planned.append(next(tensor for tensor in planned if tensor.name == TITAN_EMBEDDING)._replace(name=HEAD))
+            outputs.append(next(tensor for tensor in outputs if tensor.name == TITAN_EMBEDDING)._replace(name=HEAD))
         if isinstance(model, MoE) and parameter.name == ROUTER:
             name = f"layers.{block}.{EXPERT_BIAS}"
-            planned.append(OutputTensor(name, (model.experts,), torch.float32, partial(_zeros, ())))
-    return planned
+            outputs.append(OutputTensor(name, (model.experts,), torch.float32, partial(_zeros, ())))
+    return outputs
 
 
 def _tensors_of(
@@ -230,26 +230,26 @@ def _tensors_of(
     for matrix, matrix_parts in enumerate(parts):
         for part in matrix_parts:
             by_tensor.setdefault(part.name, []).append((matrix, part))
-    planned: list[OutputTensor] = []
+    outputs: list[OutputTensor] = []
     for name, numbered_parts in by_tensor.items():
         (matrix, part), several = numbered_parts[0], numbered_parts[0][1].expert is not None
         shape = (len(numbered_parts), *part.shape) if several else part.shape
         if several:
-            read = partial(_read_experts, source, block, parameter, numbered_parts)
+            read_part = partial(_read_experts, source, block, parameter, numbered_parts)
         else:
-            read = partial(_read_parts, source, block, parameter, matrix, [part for _, part in numbered_parts])
-        together = 1 if several or part.heads is None else part.heads.stride or part.heads.size
-        planned.append(OutputTensor(name, shape, source.dtype(block, parameter), read, together))
-    return planned
+            read_part = partial(_read_parts, source, block, parameter, matrix, [part for _, part in numbered_parts])
+        unit = 1 if several or part.heads is None else part.heads.stride or part.heads.size
+        outputs.append(OutputTensor(name, shape, source.dtype(block, parameter), read_part, unit))
+    return outputs
 
 
 def _read_whole(source: Source, block: int, parameter: Parameter, start: int, stop: int) -> Tensor:
     """Read some rows of a parameter as a run stores it. If it has three dims, each row is a matrix."""
     _, rows, columns = matrix_of(parameter)
-    whole, across = torch.arange(rows), torch.arange(columns)
+    all_rows, all_columns = torch.arange(rows), torch.arange(columns)
     if len(parameter.shape) < 3:
-        return source.read(block, parameter, 0, whole[start:stop], across).view(-1, *parameter.shape[1:])
-    return torch.stack([source.read(block, parameter, matrix, whole, across) for matrix in range(start, stop)])
+        return source.read(block, parameter, 0, all_rows[start:stop], all_columns).view(-1, *parameter.shape[1:])
+    return torch.stack([source.read(block, parameter, matrix, all_rows, all_columns) for matrix in range(start, stop)])
 
 
 def _read_experts(
@@ -266,16 +266,16 @@ def _read_parts(
 ) -> Tensor:
     """Read rows `start` to `stop` of the new file's tensor that consists of the parts `parts` of a parameter."""
     part = parts[0]
-    across = torch.arange(part.columns)
+    columns = torch.arange(part.columns)
     if part.transposed:
-        return source.read(block, parameter, matrix, part.start + torch.arange(part.rows), across[start:stop]).t()
+        return source.read(block, parameter, matrix, part.start + torch.arange(part.rows), columns[start:stop]).t()
     result = torch.empty(stop - start, part.columns, dtype=source.dtype(block, parameter))
     for part in parts:
-        theirs = part.theirs(torch.arange(part.rows))
-        mine = ((theirs >= start) & (theirs < stop)).nonzero()[:, 0]
-        rows = source.read(block, parameter, matrix, part.start + mine, across).to(result.dtype)
-        result[theirs[mine] - start] = rows
-        if part.heads is not None and not part.heads.stride and not torch.equal(result[theirs[mine] - start], rows):
+        places = part.theirs(torch.arange(part.rows))
+        indices = ((places >= start) & (places < stop)).nonzero()[:, 0]
+        rows = source.read(block, parameter, matrix, part.start + indices, columns).to(result.dtype)
+        result[places[indices] - start] = rows
+        if part.heads is not None and not part.heads.stride and not torch.equal(result[places[indices] - start], rows):
             raise UserError(
                 f"{source.folder}: each head of block {block} has another {parameter.name}, and torchtitan has one "
                 "weight for all heads; --to shardlab keeps them"

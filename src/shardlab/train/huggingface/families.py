@@ -46,14 +46,14 @@ def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UserError(f"{source}: model_type is {kind!r}, but {listed(FAMILIES)} are the models that are exchanged")
-    described = read_config(config, source)
-    if described.differences:
+    result = read_config(config, source)
+    if result.differences:
         raise UserError(
-            f"{source} is of another architecture than Shardlab's {type(described.model).__name__}: "
-            f"{'; '.join(described.differences)}"
+            f"{source} is of another architecture than Shardlab's {type(result.model).__name__}: "
+            f"{'; '.join(result.differences)}"
         )
-    _check_experts(described.model, source)
-    return family, described.model
+    _check_experts(result.model, source)
+    return family, result.model
 
 
 def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
@@ -202,7 +202,7 @@ class Naming:
         names, (experts, rows, columns) = self.tensors[stem], matrix_of(parameter)
         lengths = parameter.sections if len(names) > 1 else (rows,)
         starts = accumulate((0, *lengths[:-1]))
-        placed = list(zip(names, starts, lengths, strict=True))
+        spans = list(zip(names, starts, lengths, strict=True))
         vector, several = len(parameter.shape) == 1, stem in self.stacked
         orders = dict(self.heads)
         if self.rotary:
@@ -216,7 +216,7 @@ class Naming:
                     transposed=stem in self.transposed and not vector,
                     heads=orders.get((stem, section)),
                 )
-                for section, (name, start, length) in enumerate(placed)
+                for section, (name, start, length) in enumerate(spans)
             ]
             for expert in range(experts)
         ]  # fmt: skip

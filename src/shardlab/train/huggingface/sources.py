@@ -160,9 +160,9 @@ class WeightSource:
         """
         pieces: list[Tensor] = []
         for part in self.parts(block, parameter)[matrix]:
-            mine = rows[(rows >= part.start) & (rows < part.start + part.rows)] - part.start
-            breaks = (mine.diff() != 1).nonzero()[:, 0] + 1
-            pieces += [self._read(part, run, columns) for run in torch.tensor_split(mine, breaks) if len(run)]
+            part_rows = rows[(rows >= part.start) & (rows < part.start + part.rows)] - part.start
+            breaks = (part_rows.diff() != 1).nonzero()[:, 0] + 1
+            pieces += [self._read(part, run, columns) for run in torch.tensor_split(part_rows, breaks) if len(run)]
         return torch.cat(pieces) if pieces else torch.empty(0, len(columns))
 
     def every_part(self) -> Iterator[tuple[Parameter, Part]]:
@@ -217,18 +217,18 @@ class WeightSource:
 
     def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
         """Read consecutive rows of a part. If their order differs in the file, all rows in between are read."""
-        name, theirs = self.name(part), part.theirs(rows)
-        first, across = int(theirs.min()), _slice(columns)
-        down = slice(first, int(theirs.max()) + 1)
+        name, stored_rows = self.name(part), part.theirs(rows)
+        first, column_slice = int(stored_rows.min()), _slice(columns)
+        row_slice = slice(first, int(stored_rows.max()) + 1)
         if part.vector:
-            matrix = self.tensors.read(name, down)[:, None]
+            matrix = self.tensors.read(name, row_slice)[:, None]
         elif part.transposed:
-            matrix = self.tensors.read(name, across, down).t()
+            matrix = self.tensors.read(name, column_slice, row_slice).t()
         elif part.expert is not None:
-            matrix = self.tensors.read(name, part.expert, down, across)
+            matrix = self.tensors.read(name, part.expert, row_slice, column_slice)
         else:
-            matrix = self.tensors.read(name, down, across)
-        return matrix[theirs - first] if part.heads else matrix
+            matrix = self.tensors.read(name, row_slice, column_slice)
+        return matrix[stored_rows - first] if part.heads else matrix
 
     def _want_tied(self, head: str) -> None:
         """Refuse a stored head that differs from the embedding to which it is tied.
@@ -321,12 +321,12 @@ def _open_distributed(folder: Path, change: Callable[[Blocks, str], Blocks]) -> 
 
     path = folder / CONFIG
     config = read_table(read_file(path, "JSON"), str(path)) if path.is_file() else {}
-    described: Blocks = _Unknown()
+    base_model: Blocks = _Unknown()
     if config:
-        described = read_model(config, str(path))[1]
+        base_model = read_model(config, str(path))[1]
     elif (folder / RUN).is_file():
-        described = recorded_model(read_table(read_file(folder / RUN, "JSON"), str(folder / RUN)), folder / RUN)
-    model = change(described, str(folder))
+        base_model = recorded_model(read_table(read_file(folder / RUN, "JSON"), str(folder / RUN)), folder / RUN)
+    model = change(base_model, str(folder))
     if isinstance(model, _Unknown):
         raise UserError(
             f"{folder} does not describe the model of its weights; name it, as by shardlab convert --model llama3-8b, "
@@ -390,11 +390,11 @@ def require_same(source: Blocks, model: Model, folder: Path) -> None:
     Raises:
         UserError: if the models differ. The message lists every field that does.
     """
-    have, want = _shared_fields(source), _shared_fields(model)
+    source_fields, expected_fields = _shared_fields(source), _shared_fields(model)
     wrong = [
-        f"{name} is {have.get(name)!r}, not {want.get(name)!r}"
-        for name in (have | want)
-        if have.get(name) != want.get(name)
+        f"{name} is {source_fields.get(name)!r}, not {expected_fields.get(name)!r}"
+        for name in (source_fields | expected_fields)
+        if source_fields.get(name) != expected_fields.get(name)
     ]
     if source.seq_len < model.seq_len:
         wrong.append(f"seq_len is {source.seq_len}, less than {model.seq_len}")

@@ -131,9 +131,9 @@ def _latent_heads(model: GPT) -> dict[tuple[str, int], HeadOrder]:
     In our queries, the rotated features come first; in torchtitan's, last. We store all keys and then all values;
     torchtitan stores the key and the value of each head together.
     """
-    plain, rotated = model.head_size, model.rope_dim
+    plain, rotary_size = model.head_size, model.rope_dim
     return {
-        ("attn.latent_q", 0): HeadOrder(plain + rotated, plain + rotated, shift=plain),
+        ("attn.latent_q", 0): HeadOrder(plain + rotary_size, plain + rotary_size, shift=plain),
         ("attn.latent_kv", 0): HeadOrder(plain, 2 * plain),
         ("attn.latent_kv", 1): HeadOrder(plain, 2 * plain, offset=plain),
     }

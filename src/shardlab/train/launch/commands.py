@@ -61,7 +61,7 @@ class _CommandRank:
     async def run(self) -> None:
         """Print the lines of the process until it has ended."""
         streams = zip((self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr), self.lines, strict=True)
-        readers = [asyncio.ensure_future(self._read(ours, to.buffer, last)) for ours, to, last in streams if ours]
+        readers = [asyncio.ensure_future(self._read(pipe, out.buffer, last)) for pipe, out, last in streams if pipe]
         await self.process.wait()
         self.end_time = time.monotonic()
         await asyncio.wait(readers, timeout=1)  # children that are still running may hold its pipes
@@ -73,18 +73,18 @@ class _CommandRank:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    async def _read(self, stream: asyncio.StreamReader, to: BinaryIO, last: deque[bytes]) -> None:
+    async def _read(self, stream: asyncio.StreamReader, out: BinaryIO, last: deque[bytes]) -> None:
         rest = b""
         while chunk := await stream.read(1 << 16):
             *lines, rest = (rest + chunk).split(b"\n")
-            self._print(lines, to, last)
-        self._print([rest] if rest else [], to, last)
+            self._print(lines, out, last)
+        self._print([rest] if rest else [], out, last)
 
-    def _print(self, lines: Sequence[bytes], to: BinaryIO, last: deque[bytes]) -> None:
+    def _print(self, lines: Sequence[bytes], out: BinaryIO, last: deque[bytes]) -> None:
         last.extend(lines)
         with suppress(OSError):  # the output has no reader any more; the ranks continue
-            to.write(b"".join(b"[%d] %s\n" % (self.number, line) for line in lines))
-            to.flush()
+            out.write(b"".join(b"[%d] %s\n" % (self.number, line) for line in lines))
+            out.flush()
 
 
 @dataclass(frozen=True)
@@ -387,8 +387,8 @@ def _agent_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
     """
     _wait_for_listener(environment, limit)
     store = _client(environment)
-    mine, rank, ranks = secrets.token_hex(8), environment.rank, range(environment.world)
-    store.set(f"start/{rank}", mine)
+    own_word, rank, ranks = secrets.token_hex(8), environment.rank, range(environment.world)
+    store.set(f"start/{rank}", own_word)
     words: list[str] = []
 
     def arrived() -> bool:
@@ -397,13 +397,13 @@ def _agent_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
             arrived_ranks = [other for other in ranks if store.check([f"start/{other}"])]
             words = [store.get(f"start/{other}").decode() for other in arrived_ranks]
             store.set("start", json.dumps(words))
-            return len(words) == len(ranks) and store.check([f"{mine}/{other}" for other in ranks[1:]])
+            return len(words) == len(ranks) and store.check([f"{own_word}/{other}" for other in ranks[1:]])
         words = json.loads(store.get("start")) if store.check(["start"]) else []
-        return len(words) == len(ranks) and words[rank] == mine
+        return len(words) == len(ranks) and words[rank] == own_word
 
     def missing() -> list[int]:
         absent = [other for other in ranks if not store.check([f"start/{other}"])]
-        return absent or ([0] if rank else [other for other in ranks[1:] if not store.check([f"{mine}/{other}"])])
+        return absent or ([0] if rank else [other for other in ranks[1:] if not store.check([f"{own_word}/{other}"])])
 
     _wait(environment, limit, arrived, missing)
     store.set(f"{words[0]}/{rank}", "")

@@ -455,7 +455,7 @@ def _position(cpu: int) -> tuple[int, int, int]:
     return package, core, cpu
 
 
-def _threads_beside(mine: CpuShare, host_shares: Sequence[CpuShare]) -> int:
+def _threads_beside(own_share: CpuShare, host_shares: Sequence[CpuShare]) -> int:
     """Return the number of threads for one rank: its share of the CPUs that it may run on, and of the quota."""
-    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in host_shares)
-    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(host_shares))))
+    cpus = len(own_share.cpus) / sum(not own_share.cpus.isdisjoint(share.cpus) for share in host_shares)
+    return max(1, int(cpus if own_share.quota is None else min(cpus, own_share.quota / len(host_shares))))

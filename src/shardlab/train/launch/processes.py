@@ -109,15 +109,15 @@ def run_processes(
         ranks = RankProcesses(Watch(watching, progresses) if watching else None)
         try:
             for rank in range(count):
-                ours, theirs = context.Pipe(duplex=False)
-                with theirs, _without_main(function, *arguments):
+                reader, writer = context.Pipe(duplex=False)
+                with writer, _without_main(function, *arguments):
                     process = context.Process(
                         target=_run_rank,
-                        args=(rank, theirs, tell, sys.stderr is sys.stdout, progresses.get(rank), function, arguments),
+                        args=(rank, writer, tell, sys.stderr is sys.stdout, progresses.get(rank), function, arguments),
                         name=f"rank-{rank}",
                     )
                     process.start()
-                ranks.add(process, ours)
+                ranks.add(process, reader)
             while ranks.alive():
                 ready = ranks.wait([signals, hear])
                 if hear in ready:

@@ -315,12 +315,12 @@ def out_of_memory(rank: int, device: torch.device, error: BaseException) -> User
     if requested.endswith(" bytes"):
         requested = bytes_text(int(requested.partition(" ")[0]))
     limit = memory_limit()
-    has = "its GPU has free" if device.type == "cuda" else "is free on this host"
+    available = "its GPU has free" if device.type == "cuda" else "is free on this host"
     if device.type != "cuda" and limit is not None:
-        has = f"the process may take by its limit of {bytes_text(limit)} (ulimit -d or -v)"
+        available = f"the process may take by its limit of {bytes_text(limit)} (ulimit -d or -v)"
     target = "host" if device.type == "cuda" else "disk"
     return UserError(
-        f"rank {rank} is out of memory: it asked for {requested}, more than {has}; keep less on each rank, by "
+        f"rank {rank} is out of memory: it asked for {requested}, more than {available}; keep less on each rank, by "
         f"--offload parameters={target} optimizer={target}, a strategy that shards such as fsdp or zero-3, more ranks, "
         "or a smaller --micro-batch-size"
     )

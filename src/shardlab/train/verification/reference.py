@@ -111,7 +111,7 @@ def train_reference(
             updated += zip(*pair, strict=True)
             roles[role] += pair[0]
     optimizers = torch_optimizers(replace(config, ema=None), *roles, fused=False)
-    followed, counted = [torch.zeros_like(copy) for copy in exact], 0.0
+    moving_sums, total_weight = [torch.zeros_like(copy) for copy in exact], 0.0
     losses: list[float] = []
     gradients: list[list[Tensor]] = []
     for step, count in enumerate(microbatches):
@@ -142,13 +142,13 @@ def train_reference(
         for flat, copy in zip(flats, exact, strict=True):
             flat.copy_(copy)
         if config.ema is not None:
-            counted = config.ema * counted + 1
-            for total, copy in zip(followed, exact, strict=True):
+            total_weight = config.ema * total_weight + 1
+            for total, copy in zip(moving_sums, exact, strict=True):
                 total.mul_(config.ema).add_(copy)
     averages = (
         []
         if config.ema is None
-        else [(total / counted).to(CPU, flat.dtype) for total, flat in zip(followed, flats, strict=True)]
+        else [(total / total_weight).to(CPU, flat.dtype) for total, flat in zip(moving_sums, flats, strict=True)]
     )
     return Reference(losses, gradients, [flat.cpu() for flat in flats], averages)
 

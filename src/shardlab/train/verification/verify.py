@@ -141,8 +141,8 @@ def verify_rank(
         slices = [*gradients, *stored]
         if other is not None:
             slices = [
-                {key: _slice(state, whole, *key) for key in mine}
-                for mine, whole in zip(slices, (_as_cut(model, tensors) for tensors in other.all), strict=True)
+                {key: _slice(state, whole, *key) for key in own_slices}
+                for own_slices, whole in zip(slices, (_as_cut(model, tensors) for tensors in other.all), strict=True)
             ]
         worst = _worst_element if expected is reference else _worst_vector
         tensor_errors = [worst(state, a, _as_cut(model, b)) for a, b in zip(slices, expected.all, strict=True)]
@@ -266,11 +266,11 @@ def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> 
 def _worst_element(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
     """Return the largest error max|a - b| / max|b| of a layer over all ranks' slices, and the layer."""
     errors = torch.zeros(len(expected), dtype=torch.float64)
-    for (layer, holds), ours in slices.items():
-        if not ours.numel():
+    for (layer, holds), own_slice in slices.items():
+        if not own_slice.numel():
             continue
-        theirs = _slice(state, expected, layer, holds).double()
-        error = float((ours.cpu().double() - theirs).abs().max() / expected[layer].abs().max())
+        expected_slice = _slice(state, expected, layer, holds).double()
+        error = float((own_slice.cpu().double() - expected_slice).abs().max() / expected[layer].abs().max())
         errors[layer] = max(float(errors[layer]), _nan_as_inf(error))
     errors = errors.to(state.settings.device)
     dist.all_reduce(errors, dist.ReduceOp.MAX)
@@ -284,10 +284,10 @@ def _worst_vector(state: State, slices: Slices, expected: Sequence[Tensor]) -> t
     In lower precision, the rounding of a single element would say little about the strategy.
     """
     squares = torch.zeros(2, len(expected), dtype=torch.float64)
-    for (layer, holds), ours in slices.items():
-        theirs = _slice(state, expected, layer, holds).double()
-        squares[0, layer] += (ours.cpu().double() - theirs).square().sum()
-        squares[1, layer] += theirs.square().sum()
+    for (layer, holds), own_slice in slices.items():
+        expected_slice = _slice(state, expected, layer, holds).double()
+        squares[0, layer] += (own_slice.cpu().double() - expected_slice).square().sum()
+        squares[1, layer] += expected_slice.square().sum()
     squares = squares.to(state.settings.device)
     dist.all_reduce(squares)
     errors = (squares[0] / squares[1].clamp_min(1e-300)).sqrt().nan_to_num(math.inf)
