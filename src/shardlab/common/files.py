@@ -45,8 +45,8 @@ def require_regular_file(path: Path) -> None:
 
 def missing_path(path: Path, advice: str) -> UserError:
     """Return the error for a path that does not exist, with the nearest path that does, or with advice."""
-    near = nearest_path(path)
-    return UserError(f"{path} does not exist; {advice if near is None else f'did you mean {near}?'}")
+    nearest = nearest_path(path)
+    return UserError(f"{path} does not exist; {advice if nearest is None else f'did you mean {nearest}?'}")
 
 
 def nearest_path(path: Path) -> Path | None:
@@ -124,8 +124,8 @@ def atomic_folder(path: Path) -> Generator[Path, None, None]:
     if os.path.lexists(path):
         raise UserError(f"{path} exists; name a new folder, so that nothing is overwritten")
     for old_part in path.parent.glob(f"{glob.escape(path.name)}.part-*"):
-        with _try_lock(old_part) as mine:
-            if mine:
+        with _try_lock(old_part) as is_locked:
+            if is_locked:
                 shutil.rmtree(old_part, ignore_errors=True)
     part = path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
     try:
@@ -243,8 +243,8 @@ def _locked_new_folder(folder: Path) -> Generator[None, None, None]:
     """Make a folder and lock it during the block. Make it again if another process removed it before the lock."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with _try_lock(folder) as mine:
-            if mine and folder.exists():
+        with _try_lock(folder) as is_locked:
+            if is_locked and folder.exists():
                 yield
                 return
 

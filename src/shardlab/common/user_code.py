@@ -74,8 +74,8 @@ def find_member(
     if member is None:
         singular, plural = nouns
         missing = f"{path} has no {singular} {name!r}" if name else f"say which {singular} of {path}: {path}:NAME"
-        near = closest_name(name, names)
-        hint = f"did you mean {near}?" if near else f"its {plural} are: {', '.join(names) or 'none'}"
+        nearest = closest_name(name, names)
+        hint = f"did you mean {nearest}?" if nearest else f"its {plural} are: {', '.join(names) or 'none'}"
         raise UserError(f"{missing}; {hint}")
     return name, member
 
@@ -210,7 +210,7 @@ class DroppedCoroutine(NamedTuple):
 @contextmanager
 def never_awaited() -> Generator[list[DroppedCoroutine]]:
     """Collect the coroutines that are never awaited in this context. Other warnings are shown as usual."""
-    dropped: list[DroppedCoroutine] = []
+    coroutines: list[DroppedCoroutine] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
         show = warnings.showwarning
@@ -218,12 +218,12 @@ def never_awaited() -> Generator[list[DroppedCoroutine]]:
         def collect(message: Warning | str, category: type[Warning], file: str, number: int, *rest: Any) -> None:
             warn = partial(show, message, category, file, number, *rest)
             if match := _NEVER_AWAITED.match(str(message)):
-                dropped.append(DroppedCoroutine(match[1].rpartition(".")[2], SourceLine(file, number), warn))
+                coroutines.append(DroppedCoroutine(match[1].rpartition(".")[2], SourceLine(file, number), warn))
             else:
                 warn()
 
         warnings.showwarning = collect
-        yield dropped
+        yield coroutines
 
 
 def is_importing(frame: FrameType | None) -> bool:
@@ -242,8 +242,8 @@ def user_traceback(traceback: TracebackType | None) -> TracebackType | None:
 
 def is_library_frame(frame: FrameType) -> bool:
     """Return whether a frame belongs to Shardlab, to a package or to the standard library (named tuples included)."""
-    ours = str(frame.f_globals.get("__name__")).startswith(("shardlab.", "namedtuple_"))
-    return ours or frame.f_code.co_filename.startswith(INSTALLED)
+    is_shardlab = str(frame.f_globals.get("__name__")).startswith(("shardlab.", "namedtuple_"))
+    return is_shardlab or frame.f_code.co_filename.startswith(INSTALLED)
 
 
 def display_path(file: str) -> str:

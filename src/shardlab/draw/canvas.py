@@ -167,7 +167,7 @@ def dark_rules() -> str:
     A picture in an HTML page shares its style sheet with the page, so all selectors are limited to pictures. White text
     stays white, since it lies on coloured boxes.
     """
-    exchanged = [
+    exchanges = [
         *(("", place, color, dark) for color, dark in DARK.items() for place in ("fill", "stroke")),
         *((element, place, GROUND, DARK_GROUND) for element in ("path", "use") for place in ("fill", "stroke")),
         *((element, "fill", INK, DARK_INK) for element in ("text", "g")),
@@ -175,7 +175,7 @@ def dark_rules() -> str:
     ]
     rules = [
         f'.shardlab {element}[style*="{place}: {color}"] {{{place}: {dark} !important}}'
-        for element, place, color, dark in exchanged
+        for element, place, color, dark in exchanges
     ]
     return "@media (prefers-color-scheme: dark) {" + "\n".join(rules) + "}"
 

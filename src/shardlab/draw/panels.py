@@ -126,14 +126,14 @@ def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
 def flow(items: list[Item], width: float) -> list[list[Item]]:
     """Break entries into lines that are at most `width` inches wide."""
     rows: list[list[Item]] = [[]]
-    used = 0.0
+    line_width = 0.0
     for item in items:
-        needed = _width(item)
-        if used + needed > width and rows[-1]:
+        item_width = _width(item)
+        if line_width + item_width > width and rows[-1]:
             rows.append([])
-            used = 0.0
+            line_width = 0.0
         rows[-1].append(item)
-        used += needed
+        line_width += item_width
     return rows
 
 
@@ -327,8 +327,8 @@ def short(elements: int) -> str:
 def _numbering_note(panel: Panel) -> str:
     """Return a note that microbatch numbers are those of a row's first rank ("": they are those of all its ranks)."""
     mesh = panel.timeline.program.mesh
-    shared = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
-    return " of a row's first rank" if shared and mesh.world > panel.timeline.program.ranks else ""
+    splits_batch = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
+    return " of a row's first rank" if splits_batch and mesh.world > panel.timeline.program.ranks else ""
 
 
 def _is_drawn(event: Event) -> bool:

@@ -86,8 +86,8 @@ def rows_of(timeline: Timeline, *, fold: bool = True) -> list[Row]:
         return rows
     groups: dict[object, list[Row]] = {}
     for row in rows:
-        does = tuple([(e.kind, e.layer, round(e.start, 9), round(e.end, 9), e.memory) for e in row.events])
-        groups.setdefault(does, []).append(row)
+        key = tuple([(e.kind, e.layer, round(e.start, 9), round(e.end, 9), e.memory) for e in row.events])
+        groups.setdefault(key, []).append(row)
     return [_join_rows(group) for group in groups.values()]
 
 
@@ -236,8 +236,8 @@ def _shared_coordinates(program: Program, ranks: Sequence[int]) -> list[str]:
     return [f"{axis} {min(values)}" for axis, values in coordinates.items() if len(values) == 1]
 
 
-def _name_with_notes(ranks: Sequence[int], about: list[str]) -> str:
-    return ranks_text(ranks) + (f" ({', '.join(about)})" if about else "")
+def _name_with_notes(ranks: Sequence[int], notes: list[str]) -> str:
+    return ranks_text(ranks) + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _ops(row: Row, looks: Looks, letters: Callable[[Row, Event], str]) -> Track:
@@ -249,17 +249,17 @@ def _ops(row: Row, looks: Looks, letters: Callable[[Row, Event], str]) -> Track:
         text = letters(row, event) if talks else _microbatches(event)
         span = Span(event.start, event.end, ((looks.paint(event), 1.0),), text)
         (track.communication if talks else track.compute).append(span)
-    return track._replace(communication=_one_above_the_other(track.communication))
+    return track._replace(communication=_divide_lane(track.communication))
 
 
-def _one_above_the_other(spans: Iterable[Span]) -> list[Span]:
+def _divide_lane(spans: Iterable[Span]) -> list[Span]:
     """Divide the lane among spans that overlap, so that none hides another one."""
-    apart: list[Span] = []
+    placed_spans: list[Span] = []
     run: list[tuple[int, Span]] = []  # overlapping spans, each with the number of its part
     ends: list[float] = []  # end of the last span in each part
 
     def end_run() -> None:
-        apart.extend(span._replace(part=(part / len(ends), (part + 1) / len(ends))) for part, span in run)
+        placed_spans.extend(span._replace(part=(part / len(ends), (part + 1) / len(ends))) for part, span in run)
         run.clear()
         ends.clear()
 
@@ -271,7 +271,7 @@ def _one_above_the_other(spans: Iterable[Span]) -> list[Span]:
         ends[part : part + 1] = [span.end]
         run.append((part, span))
     end_run()
-    return apart
+    return placed_spans
 
 
 def _microbatches(event: Event) -> str:
@@ -311,11 +311,11 @@ def _period(rows: Sequence[Row], looks: Looks) -> float:
 
     In a steady state, the shares of such an interval are constant.
     """
-    apart: list[float] = []
+    intervals: list[float] = []
     for row in rows:
         starts = [span.start for kind, span in passes(row, looks) if kind is OpKind.FORWARD]
-        apart += np.diff(starts).tolist()
-    return median(apart) if apart else 0.0
+        intervals += np.diff(starts).tolist()
+    return median(intervals) if intervals else 0.0
 
 
 def _shares(row: Row, looks: Looks, edges: np.ndarray) -> Track:
@@ -329,11 +329,11 @@ def _shares(row: Row, looks: Looks, edges: np.ndarray) -> Track:
 def _cells(busy: dict[Paint, list[Event]], edges: np.ndarray) -> list[Span]:
     """Return a span with the shares of each style for each interval between edges. Similar neighbours are joined."""
     shares = {paint: np.diff(_time_before(events, edges)) / np.diff(edges) for paint, events in busy.items()}
-    crowded = np.maximum(1.0, sum(shares.values(), np.zeros(len(edges) - 1)))
-    rounded = {paint: np.round(share / crowded, 1) for paint, share in shares.items()}
+    total_shares = np.maximum(1.0, sum(shares.values(), np.zeros(len(edges) - 1)))
+    rounded_shares = {paint: np.round(share / total_shares, 1) for paint, share in shares.items()}
     spans: list[Span] = []
     for place, (start, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
-        cell_shares = tuple((paint, float(share[place])) for paint, share in rounded.items() if share[place])
+        cell_shares = tuple((paint, float(share[place])) for paint, share in rounded_shares.items() if share[place])
         if cell_shares and spans and spans[-1].end == start and _are_similar(spans[-1].shares, cell_shares):
             spans[-1] = spans[-1]._replace(end=stop)
         elif cell_shares:

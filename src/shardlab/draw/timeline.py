@@ -247,8 +247,8 @@ def _folded_text(ranks: int, rows: int, drawn_rows: int) -> str:
     """Return a note about rows that represent several ranks, and about rows that are not drawn."""
     if rows == 1 < ranks:
         return " in one row, all alike"
-    shared = f" in {rows} rows, alike ones together" if rows < ranks else ""
-    return shared + (f", {drawn_rows} {'rows' if shared else 'of them'} drawn" if drawn_rows < rows else "")
+    row_note = f" in {rows} rows, alike ones together" if rows < ranks else ""
+    return row_note + (f", {drawn_rows} {'rows' if row_note else 'of them'} drawn" if drawn_rows < rows else "")
 
 
 def _comparison_page(timelines: Mapping[str, Timeline], title: str, color_by: ColorBy, time_unit: str) -> Page:

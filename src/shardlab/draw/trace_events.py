@@ -183,7 +183,7 @@ def _flow(arrow: Arrow, spans: Mapping[tuple[int, int], TraceSpan], flows: Itera
         return
     if target.end <= source.start:
         return
-    about, flow = {"name": arrow.name, "cat": arrow.name}, next(flows)
+    common_fields, flow = {"name": arrow.name, "cat": arrow.name}, next(flows)
     ends = ({"ph": "s"}, source, source.start), ({"ph": "f", "bp": "e"}, target, target.end - 1)
     for phase, span, time in ends:
-        yield {**phase, **about, "id": flow, "pid": span.process, "tid": span.thread, "ts": _micro(time)}
+        yield {**phase, **common_fields, "id": flow, "pid": span.process, "tid": span.thread, "ts": _micro(time)}

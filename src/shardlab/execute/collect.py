@@ -103,12 +103,12 @@ def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
         if op.kind is OpKind.LOAD_WEIGHT and op.layer == layer and op.holds is not None
     ]
     slices = math.lcm(*(holds.of for _, holds in loads))
-    covered: set[int] = set()
+    covered_pieces: set[int] = set()
     owners: list[tuple[int, Holds]] = []
     for rank, holds in loads:
         pieces = set(bits(holds.refined(slices).mask))
-        if not pieces <= covered:
-            covered |= pieces
+        if not pieces <= covered_pieces:
+            covered_pieces |= pieces
             owners.append((rank, holds))
     return owners
 

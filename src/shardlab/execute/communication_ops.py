@@ -39,10 +39,10 @@ def all_to_all(state: State, links: Communicator, index: int, op: Op) -> Start:
     All these parts have the same size.
     """
     (operand,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
-    mine, result = state.specs[operand], state.specs[output]
-    send_places = [_places(state, mine, _common(mine, theirs)) for theirs in _output_specs(state, op)]
-    receive_places = [_places(state, result, _common(theirs, result)) for theirs in _input_specs(state, op)]
-    shape, drops_input = state.shapes.shape(result), index in state.analysis.last_copies
+    input_spec, output_spec = state.specs[operand], state.specs[output]
+    send_places = [_places(state, input_spec, _common(input_spec, member)) for member in _output_specs(state, op)]
+    receive_places = [_places(state, output_spec, _common(member, output_spec)) for member in _input_specs(state, op)]
+    shape, drops_input = state.shapes.shape(output_spec), index in state.analysis.last_copies
 
     def start() -> Wait:
         tensor: Tensor = values[operand]
@@ -79,10 +79,10 @@ def _places(state: State, spec: Spec, part: Spec) -> Places:
         piece_count = spec.form.space.count("expert")
         experts = shapes.model.activation_shape(spec.layer)[0] // piece_count
         expert_pieces = list(bits(spec.pieces("expert")))
-        mine = [
+        offsets = [
             expert_pieces.index(piece) * experts + e for piece in bits(part.pieces("expert")) for e in range(experts)
         ]
-        return (torch.tensor([row * len(expert_pieces) * experts + e for row in rows for e in mine], device=device),)
+        return (torch.tensor([row * len(expert_pieces) * experts + e for row in rows for e in offsets], device=device),)
     rows = [row * shapes.rows + r for row in rows for r in range(shapes.rows)]
     places = (rows, shapes.positions(spec, part), _features(shapes, spec, part))
     return torch.meshgrid(*(torch.tensor(indices, device=device) for indices in places), indexing="ij")
@@ -208,11 +208,11 @@ def places_of(state: State, op: Op) -> list[int]:
     return [order.index(piece) for piece in chain(*piece_numbers)]
 
 
-def _pieces(member: Spec, of: int) -> int:
-    """Return a bit set of a member's pieces: the microbatches of rows, else the slices of a layer cut into `of`."""
+def _pieces(member: Spec, count: int) -> int:
+    """Return a bit set of a member's pieces: the microbatches of rows, else the slices of a layer cut into `count`."""
     if member.kind in ROW_KINDS:
         return member.microbatches
-    return member.holds.refined(of).mask
+    return member.holds.refined(count).mask
 
 
 def reduce_scatter(state: State, links: Communicator, index: int, op: Op) -> Start:
@@ -385,11 +385,11 @@ def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]
 
     def start() -> Wait:
         wholes: list[Tensor] = [values[op.inputs[0]] for op in ops]
-        mine = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
+        result = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
         rows = [whole.view(len(group.ranks), length) for whole, length in zip(wholes, lengths, strict=True)]
         send_buffer = torch.cat(rows, 1).flatten()
-        wait = links.wait_of(transport.reduce_scatter([mine], [send_buffer]))
-        wait_for_results = _store_results(state, ops, torch.split(mine, lengths), wait)
+        wait = links.wait_of(transport.reduce_scatter([result], [send_buffer]))
+        wait_for_results = _store_results(state, ops, torch.split(result, lengths), wait)
 
         def finish(_: Tensor = send_buffer) -> None:  # keeps the tensor alive while it is sent
             wait_for_results()

@@ -48,7 +48,7 @@ def forward(state: State, index: int, op: Op) -> Instruction:
 
     A RECOMPUTE has only this output.
     """
-    (x, weight, *carried), values, passes = op.inputs, state.values, state.passes[op.layer]
+    (x, weight, *carried_values), values, passes = op.inputs, state.values, state.passes[op.layer]
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
     outputs, saved_value = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
     share, run_of_layer = state.share(op), state.model.run(op.layer)
@@ -58,9 +58,9 @@ def forward(state: State, index: int, op: Op) -> Instruction:
     drops_input = index in state.analysis.last_reads and not keeps_input
 
     def run() -> None:
-        inputs, weights = [values[number] for number in (x, *carried)], state.weights_of(op.layer, weight)
-        scaled = share if factor is None else state.scaled(share, factor)
-        results, saved_tensors = passes.forward(inputs, weights, scaled, state.dropout(op), keeps=saves)
+        inputs, weights = [values[number] for number in (x, *carried_values)], state.weights_of(op.layer, weight)
+        scaled_share = share if factor is None else state.scaled(share, factor)
+        results, saved_tensors = passes.forward(inputs, weights, scaled_share, state.dropout(op), keeps=saves)
         for number, result in zip(outputs, results, strict=op.kind is OpKind.FORWARD):
             values[number] = result
         if saves:
@@ -222,28 +222,28 @@ def loss(state: State, index: int, op: Op) -> Instruction:
     (x, *stats), values = op.inputs, state.values
     spec = state.specs[x]
     microbatches = spec.microbatches.bit_count()
-    owned = [state.loss_owners[cell] == (state.rank, index) for cell in bits(spec.cells)]
-    slices = len(owned) // microbatches  # slices of each sequence, whose losses are summed separately
-    if spec.whole_sequences and owned == [mine for mine in owned[::slices] for _ in range(slices)]:
-        owned, slices = owned[::slices], 1  # no other rank reports any part of the batch
+    ownership = [state.loss_owners[cell] == (state.rank, index) for cell in bits(spec.cells)]
+    slices = len(ownership) // microbatches  # slices of each sequence, whose losses are summed separately
+    if spec.whole_sequences and ownership == [is_own for is_own in ownership[::slices] for _ in range(slices)]:
+        ownership, slices = ownership[::slices], 1  # no other rank reports any part of the batch
     first = state.first_token(spec) if stats else 0
 
-    def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
+    def split(whole: Tensor, dim: int = 0) -> list[Tensor]:
         """Cut a tensor (rows in `dim`, tokens in the next dim) into the parts whose losses are summed separately."""
-        if len(owned) == 1:
+        if len(ownership) == 1:
             return [whole]
         return [piece for row in whole.chunk(microbatches, dim) for piece in row.chunk(slices, dim + 1)]
 
     def report(losses: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        for part_loss, part_targets in compress(zip(losses, targets, strict=True), owned):
+        for part_loss, part_targets in compress(zip(losses, targets, strict=True), ownership):
             state.loss[0] += part_loss.detach()
             state.loss[1] += (part_targets >= 0).sum()
 
     def run() -> None:
         logits: Tensor = values[x]
         whole, log_probs = _rows(state, spec, 1), log_probabilities(logits)
-        targets = apart(whole)
-        losses = [loss_of(part, part_targets) for part, part_targets in zip(apart(log_probs), targets, strict=True)]
+        targets = split(whole)
+        losses = [loss_of(part, part_targets) for part, part_targets in zip(split(log_probs), targets, strict=True)]
         for output in op.outputs:
             scale = torch.ones_like(losses[0]) / (state.tokens / state.loss_scale.scale)
             values[output] = cross_entropy_backward(log_probs, whole, scale, logits.dtype)
@@ -252,11 +252,11 @@ def loss(state: State, index: int, op: Op) -> Instruction:
     def run_on_slices() -> None:
         logits: Tensor = values[x]
         whole = _rows(state, spec, 1)
-        gathered = values[stats[0]].view(*whole.shape, -1, 3).movedim(2, 0)  # (slices, rows, T, 3)
+        rank_stats = values[stats[0]].view(*whole.shape, -1, 3).movedim(2, 0)  # (slices, rows, T, 3)
         for output in op.outputs:
             scale = state.loss_scale.scale / state.tokens
-            values[output] = tensors.loss_gradient(logits, gathered, whole, first, scale)
-        parts, targets = apart(gathered, 1), apart(whole)
+            values[output] = tensors.loss_gradient(logits, rank_stats, whole, first, scale)
+        parts, targets = split(rank_stats, 1), split(whole)
         report(
             [tensors.combine_loss(part, part_targets) for part, part_targets in zip(parts, targets, strict=True)],
             targets,
@@ -370,13 +370,13 @@ def _prepare_backward(state: State, op: Op, outputs: list[int]) -> Callable[[Acc
     The parameters' gradients are passed to `accumulate` (see `Accumulate`), which may add them to `deferred` to defer
     them. An input's gradient does not share memory with any other gradient, because other ops overwrite it.
     """
-    (_, gradient, weight, saved_value, *carried), values = op.inputs, state.values
+    (_, gradient, weight, saved_value, *carried_gradients), values = op.inputs, state.values
     cut_columns, passes = own_columns(state, op), state.passes[op.layer]
 
     def run(accumulate: Accumulate, deferred: DeferredGradients) -> None:
         saved_tensors: Any = values[saved_value]
         values[saved_value] = None
-        gradients = [cut_columns(values[number]) for number in (gradient, *carried)]
+        gradients = [cut_columns(values[number]) for number in (gradient, *carried_gradients)]
         results = passes.backward(saved_tensors, gradients, state.weights_of(op.layer, weight), accumulate)
         addresses = {tensor.data_ptr() for tensor in (*gradients, *(tensor for _, tensor, _ in deferred))}
         for number, tensor in zip(outputs, results, strict=False):

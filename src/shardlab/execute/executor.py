@@ -155,10 +155,10 @@ class Executor:
 
     def _prepare_together(self, index: int, op: Op) -> Instruction:
         """Prepare an op of a batch of collectives that run as one. The last op of the batch starts all of them."""
-        waits, together = self._waits, self.state.analysis.buckets.batches[op.batch]
-        if index != together[-1]:
+        waits, batch = self._waits, self.state.analysis.buckets.batches[op.batch]
+        if index != batch[-1]:
             return lambda: None
-        ops = [self.state.tape[other] for other in together]
+        ops = [self.state.tape[other] for other in batch]
         start = START_TOGETHER[op.kind](self.state, self.links, ops)
         handles = [other.handle for other in ops]
 

@@ -83,9 +83,9 @@ def choose_products(device: torch.device, choices_file: KeptChoices | None = Non
     """
     if device.type != "cpu":
         return False
-    mine = [product for product, onednn in KERNEL_CHOICES.items() if onednn is None]
-    everyone = [mine] if alone else gather_objects(mine)
-    products = sorted({product for theirs in everyone for product in theirs})
+    own_products = [product for product, onednn in KERNEL_CHOICES.items() if onednn is None]
+    everyone = [own_products] if alone else gather_objects(own_products)
+    products = sorted({product for rank_products in everyone for product in rank_products})
     if not products:
         return False
     choices = [_choose_here(products, choices_file or KeptChoices()) if alone or dist.get_rank() == 0 else {}]

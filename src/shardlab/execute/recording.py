@@ -342,9 +342,9 @@ def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
         for _ in range(ROUNDS):
             send_time = time.perf_counter()
             _send([send_time], peer, device)
-            (theirs,) = _receive(peer, 1, device)
+            (peer_time,) = _receive(peer, 1, device)
             receive_time = time.perf_counter()
-            rounds.append((receive_time - send_time, theirs - (send_time + receive_time) / 2))
+            rounds.append((receive_time - send_time, peer_time - (send_time + receive_time) / 2))
         _send(list(estimate(rounds)), peer, device)
     return ClockOffset(0.0, 0.0)
 

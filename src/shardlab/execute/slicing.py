@@ -52,13 +52,13 @@ def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
         start, stop = places[0][0], places[-1][1]
         return lambda tensor: tensor[start:stop]
     microbatches = list(bits(whole.microbatches))
-    mine = [microbatches.index(microbatch) for microbatch in bits(part.microbatches)]
+    part_rows = [microbatches.index(microbatch) for microbatch in bits(part.microbatches)]
     count, tokens = len(shapes.tokens(whole)), shapes.positions(whole, part)
 
     def cut(tensor: Tensor) -> Tensor:
         rows = tensor
-        if len(mine) < len(microbatches):
-            rows = select_rows(tensor.reshape(len(microbatches), -1, *tensor.shape[1:]), mine).flatten(0, 1)
+        if len(part_rows) < len(microbatches):
+            rows = select_rows(tensor.reshape(len(microbatches), -1, *tensor.shape[1:]), part_rows).flatten(0, 1)
         return rows if len(tokens) == count else select_rows(rows.transpose(0, 1), tokens).transpose(0, 1)
 
     return cut
@@ -99,8 +99,8 @@ def _of_pieces(numbers: Sequence[Sequence[int]], dim: int) -> Join:
     order = _ascending(list(chain(*numbers)))
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        apart = [piece for tensor, mine in zip(tensors, numbers, strict=True) for piece in tensor.chunk(len(mine), dim)]
-        return torch.cat([apart[place] for place in order], dim)
+        cuts = [piece for tensor, part in zip(tensors, numbers, strict=True) for piece in tensor.chunk(len(part), dim)]
+        return torch.cat([cuts[place] for place in order], dim)
 
     return join
 

@@ -93,8 +93,8 @@ class State:
         self.kept: dict[tuple[int, Holds], Tensor] = {
             key: self._initial(*key) if weights_of is None else weights_of.kept[key] for key in keys
         }
-        shared = weights_of if checked.trains else None
-        self.opt_states: dict[tuple[int, Holds], Slice] = {} if shared is None else shared.opt_states
+        shared_state = weights_of if checked.trains else None
+        self.opt_states: dict[tuple[int, Holds], Slice] = {} if shared_state is None else shared_state.opt_states
         for spec in (self.specs[op.outputs[0]] for op in self.tape if op.kind is OpKind.LOAD_OPT_STATE):
             if (spec.layer, spec.holds) not in self.opt_states:
                 self.optimizer(spec.layer, spec.holds)
@@ -111,8 +111,8 @@ class State:
         self.tokens: int | Tensor = 0
         self.rate: float | Tensor = 0.0
         self.loss_scale = LossScale(settings.loss_scale if settings.precision.scaled else 1.0)
-        if shared is not None:
-            self.loss_scale = shared.loss_scale
+        if shared_state is not None:
+            self.loss_scale = shared_state.loss_scale
         self.squared_norm: float | Tensor = math.nan
         self._numbers: dict[int, float] = {}
         self.begin()
@@ -258,12 +258,12 @@ class State:
         index, dtype = numbers.index(number), self.dtype(self.specs[first])
         whole, start, length = sum(lengths), sum(lengths[:index]), lengths[index]
 
-        in_arena, mine = self.arena.side_by_side.get(first), self.arena.tensors.get(number)
+        in_arena, own_tensor = self.arena.side_by_side.get(first), self.arena.tensors.get(number)
 
         def make() -> Tensor:
             if number == first:
                 tensors[first] = torch.empty(whole, dtype=dtype, device=device) if in_arena is None else in_arena
-            return tensors[first].narrow(0, start, length) if mine is None else mine
+            return tensors[first].narrow(0, start, length) if own_tensor is None else own_tensor
 
         return make
 

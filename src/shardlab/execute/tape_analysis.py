@@ -83,8 +83,8 @@ class Analysis:
         self.slots = self._share_buffers()
         self.freed_weights = self._find_freed_weights()
         self.halved = self._find_halved()
-        carried = (self.homes[self.tape[index].outputs[0]] for index in self.kept_weights.copied_updates)
-        self.consecutive_updates = consecutive_updates(self.tape, {self._memory_ends.get(home, -1) for home in carried})
+        homes = (self.homes[self.tape[index].outputs[0]] for index in self.kept_weights.copied_updates)
+        self.consecutive_updates = consecutive_updates(self.tape, {self._memory_ends.get(home, -1) for home in homes})
         self.last_reads = last_reads(self.tape, self.specs)
         self.last_copies = last_copies(self.tape, self.specs)
 
@@ -315,9 +315,9 @@ class Shapes:
     def _row_shape(self, spec: Spec) -> tuple[int, ...]:
         microbatches = spec.microbatches.bit_count()
         rows = microbatches * self.rows
-        carried = self.model.carried_features.get(OF_GRADIENT.get(spec.kind, spec.kind))
-        if carried is not None:
-            return (rows, len(self.tokens(spec)), carried)
+        carried_features = self.model.carried_features.get(OF_GRADIENT.get(spec.kind, spec.kind))
+        if carried_features is not None:
+            return (rows, len(self.tokens(spec)), carried_features)
         first, *others = self.model.activation_shape(spec.layer, self.rows)
         if self.model.is_buffers(spec.layer):
             return (int(microbatches * first * fraction_of_pieces(spec.form)), *others)

@@ -34,16 +34,16 @@ class Columns:
 
     def pack(self, header: Mapping[str, Any]) -> bytes:
         """Return the header and all columns, uncompressed."""
-        about: dict[str, tuple[str, int, int]] = {}
+        descriptions: dict[str, tuple[str, int, int]] = {}
         parts: list[bytes] = []
         offset = 0
         for name, (kind, values) in self._arrays.items():
             data = values.tobytes()
             padding = -len(data) % 8
-            about[name] = kind, offset, len(values)
+            descriptions[name] = kind, offset, len(values)
             parts += [data, bytes(padding)]
             offset += len(data) + padding
-        head = json.dumps({**header, "columns": about}, separators=(",", ":")).encode()
+        head = json.dumps({**header, "columns": descriptions}, separators=(",", ":")).encode()
         head += b" " * (-(len(head) + 4) % 8)
         return b"".join([struct.pack("<I", len(head)), head, *parts])
 

@@ -217,8 +217,8 @@ def _add_ops(columns: Columns, step: Step) -> dict[str, Any]:
         value_starts.append(value_starts[-1] + count)
         lines = step.lines[row] if step.lines else [None] * len(tape)
         for op, line in zip(tape, lines, strict=True):
-            about = (*op.inputs, *op.outputs)[:1]
-            microbatches = of_row[about[0]].microbatches if about else 0
+            first_value = (*op.inputs, *op.outputs)[:1]
+            microbatches = of_row[first_value[0]].microbatches if first_value else 0
             ops["kind"].append(_KIND_NUMBER[op.kind])
             ops["layer"].append(op.layer)
             ops["modelLayer"].append(model_layer_of(op.layer) if op.layer >= 0 else -1)

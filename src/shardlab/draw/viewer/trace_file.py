@@ -198,8 +198,8 @@ def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
             args, start = event["args"], event["ts"] / MICRO
             end = start + event["dur"] / MICRO
             layer = re.search(r"\(layer (\d+)\)$", event["name"])
-            about = args["layer"], args.get("microbatches", ""), int(layer[1]) if layer else -1
-            ranks[process].ops[args["op"]] = (_KINDS[event["cat"]], start, end, *about)
+            details = args["layer"], args.get("microbatches", ""), int(layer[1]) if layer else -1
+            ranks[process].ops[args["op"]] = (_KINDS[event["cat"]], start, end, *details)
             spans[process, event["tid"]].append((start, end, args["op"]))
         elif phase == "C":
             ranks[process].counter.append((event["ts"] / MICRO, event["args"]))

@@ -338,16 +338,16 @@ def step_together(slices: Sequence[Slice]) -> None:
     calls: dict[float, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
     settings: dict[str, Any] = {}
     dropped = next((part.dropped for part in slices if part.dropped is not None), None)  # one norm clips all slices
-    alone: list[TensorOptimizer] = []
+    single_optimizers: list[TensorOptimizer] = []
     for part in slices:
         for optimizer in part.optimizers:
-            together = len(slices) > 1 or dropped is not None
-            if isinstance(optimizer, AdamW) and optimizer.state and together:
+            is_batched = len(slices) > 1 or dropped is not None
+            if isinstance(optimizer, AdamW) and optimizer.state and is_batched:
                 for group in optimizer.param_groups:
                     settings = group
                     calls[group["weight_decay"]] += [(leaf, optimizer.state[leaf]) for leaf in group["params"]]
             else:  # the first update allocates the state
-                alone.append(optimizer)
+                single_optimizers.append(optimizer)
     with torch.no_grad():
         for decay, leaves in calls.items():
             weights, states = [leaf for leaf, _ in leaves], [state for _, state in leaves]
@@ -355,7 +355,7 @@ def step_together(slices: Sequence[Slice]) -> None:
             update_by_adamw(
                 {**settings, "weight_decay": decay}, weights, gradients, states, fused=True, found_inf=dropped
             )
-    for optimizer in alone:
+    for optimizer in single_optimizers:
         optimizer.step()
     for part in slices:
         part.finish()

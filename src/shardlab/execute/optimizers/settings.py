@@ -177,8 +177,8 @@ class OptimizerConfig:
                 f"the learning rate schedule constant has no decay, but decay_steps is {self.decay_steps}; leave it "
                 "out, or take another schedule"
             )
-        together = self.warmup_steps + (self.decay_steps or 0)
-        if together > self.schedule_steps:
+        required_steps = self.warmup_steps + (self.decay_steps or 0)
+        if required_steps > self.schedule_steps:
             decay = "" if self.decay_steps is None else f" and decay_steps is {self.decay_steps}"
             raise UserError(
                 f"warmup_steps is {self.warmup_steps}{decay}, but the learning rate's schedule has "

@@ -112,11 +112,11 @@ def messages_with(peer: int) -> Transport:
     return TorchTransport(world)
 
 
-def gather_objects(mine: T) -> list[T]:
+def gather_objects(item: T) -> list[T]:
     """Return the object of each rank, by rank. Every rank calls this."""
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
+    items = [item] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
 
 
 def retained_buffers() -> list[Tensor]:
@@ -189,10 +189,10 @@ class Communicator:
             waits += [self.wait_of(work) for work in dist.batch_isend_irecv(operations)]
 
         def wait() -> None:
-            mine = min(place, len(waits) - 1)
-            waits[mine]()
+            index = min(place, len(waits) - 1)
+            waits[index]()
             if len(waits) > 1:
-                waits[mine] = lambda: None  # releases the received tensor, which this wait would otherwise keep alive
+                waits[index] = lambda: None  # releases the received tensor, which this wait would otherwise keep alive
 
         return wait
 
@@ -222,12 +222,12 @@ def make_groups(program: Program, rank: int, process_groups: Groups) -> dict[Gro
         UserError: for a group that is not in ascending order, if this version of torch only supports ascending groups.
     """
     for groups in group_rounds(program, process_groups):
-        mine = next((group for group in groups if rank in group.ranks), None)
-        ranks = [rank] if mine is None else list(mine.ranks)
+        own_group = next((group for group in groups if rank in group.ranks), None)
+        ranks = [rank] if own_group is None else list(own_group.ranks)
         group = _new_group(ranks)
         process_groups |= dict.fromkeys(groups)
-        if mine is not None:
-            process_groups[mine] = group
+        if own_group is not None:
+            process_groups[own_group] = group
     return {group: process_group for group, process_group in process_groups.items() if process_group is not None}
 
 

@@ -43,13 +43,13 @@ class SharedTransport:
 
     def __init__(self, neighbours: Neighbours, name: str, members: Sequence[int]) -> None:
         self._neighbours, self._name, self._members = neighbours, name, members
-        self._mine, self._size = members.index(neighbours.rank), len(members)
-        self._others = [*members[: self._mine], *members[self._mine + 1 :]]
+        self._index, self._size = members.index(neighbours.rank), len(members)
+        self._others = [*members[: self._index], *members[self._index + 1 :]]
         self._channel = channel_number(name)
         self._streams: dict[Hashable, deque[SharedWork]] = {}
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> SharedWork:
-        keeps = self._mine > 1  # the sum of the first two terms overwrites this rank's tensor
+        keeps = self._index > 1  # the sum of the first two terms overwrites this rank's tensor
         offset = self._neighbours.send(tensors, self._others, self._channel, keeps=keeps)
         if not keeps:
             return self._reduce(tensors, tensors, by)
@@ -57,14 +57,14 @@ class SharedTransport:
         return self._reduce(own_message.tensors, tensors, by, [own_message])
 
     def reduce(self, tensors: Sequence[Tensor], root: int, by: Reduction = Reduction.SUM) -> SharedWork:
-        if self._mine != root:
+        if self._index != root:
             return self._exchange_with_root(tensors, [], root)
         own_terms = [tensor.clone() for tensor in tensors] if root > 1 else tensors
         self._neighbours.send([], self._others, self._channel)
         return self._reduce(own_terms, tensors, by)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int) -> SharedWork:
-        if self._mine != root:
+        if self._index != root:
             return self._exchange_with_root([], tensors, root)
         self._neighbours.send(tensors, self._others, self._channel)
         return self._wait_for_all()
@@ -77,19 +77,19 @@ class SharedTransport:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], by: Reduction = Reduction.SUM
     ) -> SharedWork:
         pieces = self._send_pieces(inputs)
-        return self._reduce(pieces[self._mine], _flat(outputs), by)
+        return self._reduce(pieces[self._index], _flat(outputs), by)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> SharedWork:
-        return self._collect(self._pieces(outputs), self._send_pieces(inputs)[self._mine])
+        return self._collect(self._pieces(outputs), self._send_pieces(inputs)[self._index])
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], root: int) -> SharedWork:
-        if self._mine != root:
+        if self._index != root:
             return self._exchange_with_root([], outputs, root)
-        _copy(_flat(outputs), self._send_pieces(inputs)[self._mine])
+        _copy(_flat(outputs), self._send_pieces(inputs)[self._index])
         return self._wait_for_all()
 
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], root: int) -> SharedWork:
-        if self._mine != root:
+        if self._index != root:
             return self._exchange_with_root(inputs, [], root)
         self._neighbours.send([], self._others, self._channel)
         return self._collect(self._pieces(outputs), _flat(inputs))
@@ -144,7 +144,7 @@ class SharedTransport:
         """Send each other member its pieces, and return the pieces of all members."""
         pieces = self._pieces(wholes)
         for place, rank in enumerate(self._members):
-            if place != self._mine:
+            if place != self._index:
                 self._neighbours.send(pieces[place], [rank], self._channel)
         return pieces
 
@@ -159,11 +159,11 @@ class SharedTransport:
             outputs: for each member, the tensors that receive its pieces.
             own_pieces: this rank's pieces. They must not change until the wait has ended.
         """
-        places = [*outputs[: self._mine], *outputs[self._mine + 1 :]]
+        places = [*outputs[: self._index], *outputs[self._index + 1 :]]
         expected = self._expect_others()
 
         def copy_all() -> None:
-            _copy(outputs[self._mine], own_pieces)
+            _copy(outputs[self._index], own_pieces)
             for message, place in zip(expected, places, strict=True):
                 self._receive_into(message, place)
 
@@ -193,15 +193,15 @@ class SharedTransport:
         expected, reduce = self._expect_others(), _REDUCE[by]
 
         def reduce_all() -> None:
-            shared = [self._neighbours.receive(message, totals) for message in expected]
-            terms = [message.tensors for message in shared]
-            terms.insert(self._mine, [*own_terms])
+            messages = [self._neighbours.receive(message, totals) for message in expected]
+            terms = [message.tensors for message in messages]
+            terms.insert(self._index, [*own_terms])
             for total, first, *others in zip(totals, *terms, strict=True):
                 for term in others:
                     first = reduce(first, term, out=total)
                 if by is Reduction.MEAN:
                     total.div_(self._size)
-            for message in (*shared, *own_messages):
+            for message in (*messages, *own_messages):
                 message.release()
 
         return self._start(expected, reduce_all)

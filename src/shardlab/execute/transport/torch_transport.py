@@ -78,7 +78,7 @@ class TorchTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._mine, self._size = group, group.rank(), group.size()
+        self._group, self._index, self._size = group, group.rank(), group.size()
         self._members: list[int] = dist.get_process_group_ranks(group)
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> Any:
@@ -144,13 +144,13 @@ class GlooTransport(TorchTransport):
 
     def _small_sum(self, total: Tensor) -> PendingWork:
         """Send the whole tensor to all members, and add up the received tensors."""
-        mine, size = self._mine, self._size
+        index, size = self._index, self._size
         free = _sum_buffers[total.dtype, size, len(total)]
         received = free.pop() if free else [*total.new_empty((size - 1, len(total)))]
         works = self._exchange(received, [total] * size)
 
         def add_up() -> None:
-            earlier_terms, later_terms = received[:mine], received[mine:]
+            earlier_terms, later_terms = received[:index], received[index:]
             for term in earlier_terms[1:]:
                 earlier_terms[0].add_(term)
             for term in (*earlier_terms[:1], *later_terms):
@@ -161,23 +161,23 @@ class GlooTransport(TorchTransport):
 
     def _gather_pieces(self, output: Tensor, piece: Tensor) -> PendingWork:
         """Send this member's piece to all others."""
-        mine, pieces, piece = self._mine, self._pieces(output), piece.view(-1)
-        works = self._exchange([*pieces[:mine], *pieces[mine + 1 :]], [piece] * self._size)
-        pieces[mine].copy_(piece)
+        index, pieces, piece = self._index, self._pieces(output), piece.view(-1)
+        works = self._exchange([*pieces[:index], *pieces[index + 1 :]], [piece] * self._size)
+        pieces[index].copy_(piece)
         return PendingWork(works)
 
     def _sum_pieces(self, output: Tensor, whole: Tensor) -> PendingWork:
         """Send each member its piece, and add up the received pieces. All but one of these need a buffer."""
-        mine, size, pieces, total = self._mine, self._size, self._pieces(whole), output.view(-1)
+        index, size, pieces, total = self._index, self._size, self._pieces(whole), output.view(-1)
         received = [total, *total.new_empty((max(0, size - 2), len(total)))]  # the first piece arrives in the result
         works = self._exchange(received[: size - 1], pieces)
 
         def add_up() -> None:
             if size == 1:
-                total.copy_(pieces[mine])
+                total.copy_(pieces[index])
                 return
             terms = received[1:]
-            terms.insert(max(0, mine - 1), pieces[mine])
+            terms.insert(max(0, index - 1), pieces[index])
             for term in terms:
                 total.add_(term)
 
@@ -189,7 +189,7 @@ class GlooTransport(TorchTransport):
 
     def _exchange(self, buffers: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Any]:
         """Start to receive from every other member into its buffer, and to send its piece to each, in group order."""
-        others, group = [member for member in range(self._size) if member != self._mine], self._group
+        others, group = [member for member in range(self._size) if member != self._index], self._group
         receives = [group.recv([buffer], member, TAG) for member, buffer in zip(others, buffers, strict=True)]
         return receives + [group.send([pieces[member]], member, TAG) for member in others]
 

@@ -186,13 +186,13 @@ def show_rank(
         The tensors of all ranks on rank 0, None on the other ranks.
     """
     member = Member(rank, dist.get_world_size(), device, root, by)
-    mine = [_times(member) if case == (BARRIER,) else _tensors(member, case) for case in cases]
+    own_states = [_times(member) if case == (BARRIER,) else _tensors(member, case) for case in cases]
     everyone: list[Any] | None = [None] * member.ranks if rank == 0 else None
-    dist.gather_object(mine, everyone)
+    dist.gather_object(own_states, everyone)
     if everyone is None:
         return None
     return [
-        TensorStates(case, [list(column) for column in zip(*(theirs[index] for theirs in everyone), strict=True)])
+        TensorStates(case, [list(column) for column in zip(*(states[index] for states in everyone), strict=True)])
         for index, case in enumerate(cases)
     ]
 
