@@ -6,6 +6,7 @@ The tests in `test_house.py` compare this structure with the rules of the projec
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 from collections.abc import Iterator
 from functools import cache
@@ -32,6 +33,21 @@ CODE_LINES = {
     "train": 8990,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
+
+
+VAGUE_NAMES = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    above after again alike and another asked before begun below beside between both called chosen coming crest done
+    drawn each ended ending enough every few floor floors found given gone held here how inside its kept known lasting
+    least leaving less letter loaded lost made many meant more most moved much named nothing own passed room rooms
+    running said same saved seen sent settling shown such sure taken tells then there timed told tried under wanted way
+    ways what where which who whose why within without waiting written
+        """,
+    )
+)
+"""Names of variables and parameters that say nothing: a participle, a pronoun, a preposition or an adverb alone."""
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -122,6 +138,18 @@ def imported_modules(path: Path, *, in_functions: bool = True) -> frozenset[str]
         for alias in node.names
     }
     return frozenset(found - {module_name(path)})
+
+
+def vague_names(path: Path) -> Iterator[str]:
+    """Yield each variable or parameter of a function whose name is in `VAGUE_NAMES`, with its place."""
+    functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in {node for function in functions for node in ast.walk(function)}:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                if name.strip("_") in VAGUE_NAMES:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+            case _:
+                pass
 
 
 def sizes() -> dict[str, int]:

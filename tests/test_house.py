@@ -25,6 +25,7 @@ from tests.house import (
     package_of,
     sizes,
     tree_of,
+    vague_names,
 )
 
 CORE = {"common", "language"}
@@ -126,6 +127,10 @@ def test_no_package_has_more_code_than_its_limit() -> None:
     assert set(found) == set(CODE_LINES)
     larger = {name: lines for name, lines in found.items() if lines > CODE_LINES[name]}
     assert not larger, f"more code lines than tests/house.py allows: {larger}"
+
+
+def test_names_of_variables_say_what_they_hold() -> None:
+    assert not [name for path in files_of(SOURCE) for name in vague_names(path)]
 
 
 def test_only_the_tensor_half_imports_torch() -> None:

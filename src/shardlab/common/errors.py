@@ -72,15 +72,15 @@ class Refused(Exception):
         self,
         rule: Rule,
         about: About | str,
-        given: str,
+        fault: str,
         remedy: str,
         *,
         missing: Iterable[int] = (),
         doubled: Iterable[int] = (),
     ) -> None:
-        super().__init__(rule, about, given, remedy)  # arguments with which unpickling calls this constructor
+        super().__init__(rule, about, fault, remedy)  # arguments with which unpickling calls this constructor
         about, layer = (about, -1) if isinstance(about, str) else about
-        self.rule, self.about, self.given, self.remedy = rule, about, given, remedy
+        self.rule, self.about, self.given, self.remedy = rule, about, fault, remedy
         self.layer = layer if layer >= 0 else None
         self.missing, self.doubled = tuple(missing), tuple(doubled)
         self.rank: int | None = None

@@ -155,14 +155,14 @@ class Store(MutableMapping[Hashable, Value]):
         del self._values[key]
         self._rank.forget_key(value)
 
-    def pop(self, key: Hashable, *more: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def pop(self, key: Hashable, *other_keys: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Remove a value from the store and return it. It is freed after its last use.
 
         Raises:
             Refused: for a key that the store does not have, and for a key of several parts without its parentheses.
         """
-        if more:
-            parts = ", ".join(map(repr, (key, *more)))
+        if other_keys:
+            parts = ", ".join(map(repr, (key, *other_keys)))
             remedy = f"a key of several parts is one tuple, write pop(({parts})); there is no default"
             self._rank.refuse("unknown key", f"{self.name}.pop", f"{parts} was given", remedy)
         try:

@@ -267,11 +267,11 @@ class TensorFiles:
             raise UserError(f"tensor {name} is in {name_in_file}; weights are exchanged in {', '.join(DTYPES)}")
         return DTYPES[name_in_file]
 
-    def read(self, name: str, *where: slice | int) -> Tensor:
-        """Read the part `where` of a tensor, or all of it if `where` is empty."""
+    def read(self, name: str, *selection: slice | int) -> Tensor:
+        """Read the part `selection` of a tensor, or all of it if `selection` is empty."""
         dtype = self.dtype(name)
         whole = self._bytes[name].view(f"u{dtype.itemsize}").reshape(self.shape(name))
-        part = np.array(whole[where] if where else whole)
+        part = np.array(whole[selection] if selection else whole)
         TensorFiles._read_bytes += part.nbytes
         if TensorFiles._read_bytes >= RELEASED_BYTES:
             TensorFiles._read_bytes = 0

@@ -203,7 +203,7 @@ def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Pa
         UserError: if a name is unknown, or a pass that is requested by name has nothing to do.
     """
     results = run_passes(checked, find_passes(names), goal)
-    by_name = {named.name for named in named_passes(names) if named.by_name}
+    by_name = {tape_pass.name for tape_pass in named_passes(names) if tape_pass.by_name}
     for result in results:
         if not result.applies and result.name in by_name:
             raise UserError(f"the pass {result.name} has nothing to do: {result.why_not}; leave the pass out")

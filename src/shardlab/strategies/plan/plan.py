@@ -341,12 +341,12 @@ class Plan:
         require_size(order, str(self.schedule), ranks, per_rank, self.data_ranks)
         return order
 
-    def bounds(self, units: int, named: str = "") -> list[int]:
+    def bounds(self, units: int, units_text: str = "") -> list[int]:
         """Return the boundaries of the pipeline stages: stage s has the units from bounds[s] up to bounds[s + 1].
 
         Args:
             units: number of parts between which a pipeline may split the model.
-            named: words for the units in an error message.
+            units_text: words for the units in an error message.
 
         Raises:
             UserError: if there are fewer units than stages, or `layers_per_stage` does not add up to the units.
@@ -363,8 +363,8 @@ class Plan:
             return [sum(counts[:stage]) for stage in range(stages + 1)]
         if units < stages:
             raise UserError(
-                f"{named or counted(units, 'layer')} do{'es' * (units == 1)} not reach {stages} pipeline stages; give "
-                f"at most {counted(units, 'stage')}, or more layers"
+                f"{units_text or counted(units, 'layer')} do{'es' * (units == 1)} not reach {stages} pipeline stages; "
+                f"give at most {counted(units, 'stage')}, or more layers"
             )
         return [stage * units // stages for stage in range(stages + 1)]
 
@@ -439,13 +439,13 @@ class Plan:
         return words
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, Any], where: str = "a plan") -> Plan:
+    def from_dict(cls, words: Mapping[str, Any], source: str = "a plan") -> Plan:
         """Return the plan with the fields of a dictionary, as `as_dict` returns it.
 
         Raises:
             UserError: for an unknown field or axis, or a wrong value.
         """
-        return read_settings(cls, words, where)
+        return read_settings(cls, words, source)
 
 
 def read_plan(path: Path) -> Plan:
