@@ -466,7 +466,7 @@ def _takes_any_number(op: Op) -> bool:
 
 
 def _refuse_shape(state: RankState, op: Op) -> NoReturn:
-    """Refuse an op with a number of inputs or outputs that its kind never has, or with a wrong handle."""
+    """Refuse an op with a number of inputs or outputs that its kind never has, or a compute op with a handle."""
     if op.handle >= 0 and op.kind not in COMMUNICATION:
         fault = f"has handle {op.handle}, but only a collective or a message has one"
         state.refuse("malformed tape", fault, "leave it out")

@@ -64,8 +64,8 @@ class TensorLayer:
     ) -> tuple[Tensor, ...]:
         """Compute the layer's outputs.
 
-        Tensors that one kind of value carries, such as a router's outputs, are concatenated along the features into one
-        further output.
+        Tensors beside the activation that belong to one kind of value, such as a router's gates and choices, are
+        concatenated along the features into one further output.
 
         Args:
             parameters: the parameters in the layout's order; those of one slice if the layer is sliced.
