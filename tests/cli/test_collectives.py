@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.collectives import NAMES, PAIRS, diagram, is_same, print_same, print_shown, short
+from shardlab.cli.collectives import NAMES, PAIRS, diagram, is_same, print_same, print_shown, shorten
 from shardlab.execute.transport.trial import CALLS, SEND, Numbers, TensorStates
 
 Captured = pytest.CaptureFixture[str]
@@ -93,15 +93,15 @@ def test_lines_go_from_who_gives_to_who_receives(gives: list[int], takes: list[i
 
 
 def test_numbers_that_are_no_more_than_the_room_are_all_there() -> None:
-    assert short([0, 1, 12], 80) == "00 01 12"
-    assert short([2.5, 0.125], 80) == "2.5 0.125"
-    assert short(None, 80) == "-"
-    assert short([17.3], 80, times=True) == "17 ms"
+    assert shorten([0, 1, 12], 80) == "00 01 12"
+    assert shorten([2.5, 0.125], 80) == "2.5 0.125"
+    assert shorten(None, 80) == "-"
+    assert shorten([17.3], 80, times=True) == "17 ms"
 
 
 @pytest.mark.parametrize("room", range(8, 40))
 def test_in_little_room_the_middle_gives_way(room: int) -> None:
-    text = short([float(n) for n in range(20)], room)
+    text = shorten([float(n) for n in range(20)], room)
     assert text.startswith("00")
     assert text.endswith("19")
     assert len(text) <= max(room, len("00 .. 19"))

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli import COMMANDS, main
-from shardlab.cli.console import ONE_LIST, Report, help_tables, meant_by, print_fact, print_line, subcommand_names
+from shardlab.cli.console import ONE_LIST, Report, help_tables, print_fact, print_line, subcommand_names, suggest_option
 from shardlab.cli.launch import Submit
 from shardlab.cli.learn.command import Learn
 from shardlab.cli.options import option_values
@@ -142,7 +142,9 @@ def test_every_meaning_is_an_option_or_speaks_of_options_and_no_peer_is_answered
         assert having, meaning
         for peer in peers.split():
             assert f"--{peer}" not in options
-            assert any(meant_by(f"--{peer}", flags) in (meaning, f"did you mean {meaning}?") for flags in having), peer
+            assert any(
+                suggest_option(f"--{peer}", flags) in (meaning, f"did you mean {meaning}?") for flags in having
+            ), peer
 
 
 @pytest.mark.parametrize(

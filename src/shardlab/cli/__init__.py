@@ -26,10 +26,10 @@ from shardlab.cli.checkpoint import CheckpointCommand
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
 from shardlab.cli.console import (
-    meant_by,
     mistakes_as_sentences,
     print_json,
     subcommand_names,
+    suggest_option,
     unknown_command,
     unreadable_python,
 )
@@ -172,13 +172,13 @@ def command_of(words: list[str]) -> Command:
         SystemExit: if the line asks for help, which is printed.
     """
     with mistakes_as_sentences():
-        command, extra_words = cast(tuple[Command, list[str]], _parsed(words))
+        command, extra_words = cast(tuple[Command, list[str]], _parse(words))
     if extra_words:
-        raise _unrecognized(extra_words[0], command)
+        raise _unknown_word(extra_words[0], command)
     return command
 
 
-def _parsed(words: list[str]) -> Any:
+def _parse(words: list[str]) -> Any:
     """Parse a command line with tyro. Return the command, and the words that it does not recognize."""
     if not words:
         raise UserError(f"no command is given; there are {', '.join(COMMANDS)}")
@@ -210,7 +210,7 @@ def _parsed(words: list[str]) -> Any:
     )
 
 
-def _unrecognized(word: str, command: object) -> UserError:
+def _unknown_word(word: str, command: object) -> UserError:
     """Return the error for a word of the command line that is not an option of the command."""
     if sentence := getattr(command, "elsewhere", {}).get(word.partition("=")[0]):
         return UserError(sentence)
@@ -221,7 +221,7 @@ def _unrecognized(word: str, command: object) -> UserError:
     flags = sorted(f"--{name.replace('_', '-')}" for name in option_values(command))
     if (name := word.partition("=")[0]) in flags:  # a positional argument
         return UserError(f"there is no option {name}; give its value alone")
-    return UserError(f"there is no option {word}; {meant_by(word, flags)}")
+    return UserError(f"there is no option {word}; {suggest_option(word, flags)}")
 
 
 def _version() -> str:

@@ -181,7 +181,7 @@ def print_shown(console: Console, states: TensorStates, summary: str, root: int,
     table = _table(*(("came at", "", "went on at") if is_barrier else ("before", "", "after")))
     width = _column_width(console, len(lines[0]), 2)
     for rank in ranks:
-        cells = [short(tensors[rank], width, times=is_barrier) for tensors in (states.inputs, states.results)]
+        cells = [shorten(tensors[rank], width, times=is_barrier) for tensors in (states.inputs, states.results)]
         table.add_row(str(rank), cells[0], Text(lines[rank], "cyan"), cells[1])
     console.print(f"[bold]{name}[/]  {summary}")
     console.print(table)
@@ -194,14 +194,14 @@ def print_same(console: Console, name: str, double: TensorStates, *, matches: bo
     table = _table("before", one, other)
     width = _column_width(console, 0, 3)
     for rank in range(len(double.inputs)):
-        table.add_row(str(rank), *(short(tensors[rank], max(width, len(one))) for tensors in double.tensors))
+        table.add_row(str(rank), *(shorten(tensors[rank], max(width, len(one))) for tensors in double.tensors))
     console.print(f"[bold]{name} = {one} + {other}[/]")
     console.print(table)
     verdict = "[green]the same on every rank: yes[/]" if matches else "[red]the same on every rank: no[/]"
     console.print(f"{verdict}\n")
 
 
-def short(numbers: Numbers, width: int, *, times: bool = False) -> str:
+def shorten(numbers: Numbers, width: int, *, times: bool = False) -> str:
     """Return the elements of a tensor as text, with `..` in place of elements that do not fit, and `-` for no tensor.
 
     Args:

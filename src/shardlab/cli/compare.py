@@ -401,13 +401,13 @@ def _step_rows(comparison: Comparison) -> Iterator[Row]:
 def _op_rows(comparison: Comparison) -> Iterator[Row]:
     for rank in range(min(len(comparison.ranks), SHOWN_RANKS)):
         rows = [row for row in comparison.kinds if row.rank == rank]
-        whole = [sum(_either(row, side) for row in rows) for side in _SIDES]
+        whole = [sum(_side_seconds(row, side) for row in rows) for side in _SIDES]
         for row in rows:
-            shares = [_either(row, side) > NEGLIGIBLE * all_ for side, all_ in zip(_SIDES, whole, strict=True)]
+            shares = [_side_seconds(row, side) > NEGLIGIBLE * all_ for side, all_ in zip(_SIDES, whole, strict=True)]
             if any(shares) or row.measured_ops < row.ops:
                 count = str(row.ops) if row.measured_ops == row.ops else f"{row.measured_ops} of {row.ops}"
                 yield (str(rank), row.kind.row.hyphenated, count), row.seconds, 1e3, "ms"
 
 
-def _either(row: KindRow, side: str) -> float:
+def _side_seconds(row: KindRow, side: str) -> float:
     return getattr(row.seconds, side) or 0.0

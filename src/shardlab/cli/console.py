@@ -5,8 +5,8 @@
 2. `print_help` prints a command's help. tyro names a group of options after the field of a nested dataclass. For the
    help, each command therefore has a second dataclass, in which the same options are nested by group (`help_view`): the
    most used options first, the rest in groups. Command lines are never parsed with this dataclass.
-3. `mistakes_as_sentences` turns tyro's error for a wrong command line into one sentence, and `meant_by` suggests the
-   option of Shardlab for an option of another framework.
+3. `mistakes_as_sentences` turns tyro's error for a wrong command line into one sentence, and `suggest_option` suggests
+   the option of Shardlab for an option of another framework.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
 
 def print_line(console: Console, text: Text, style: str = "") -> None:
     """Print a line. In a terminal, it is broken between words, and words such as paths stay whole."""
-    for line in _wrapped(text, console.width) if console.is_terminal else [text]:
+    for line in _wrap(text, console.width) if console.is_terminal else [text]:
         console.print(line, style=style, soft_wrap=True)
 
 
@@ -110,7 +110,7 @@ def print_fact(
     head = Text.assemble((label.ljust(indent), "dim"), (figure, "bold"), "  " if figure else "")
     style, indent = style or ("dim" if figure else ""), len(head)
     width = max(NARROWEST, console.width - indent)
-    for line in _wrapped(Text(text, style), width):
+    for line in _wrap(Text(text, style), width):
         if len(line) > width:  # a long word, such as a path
             if head.plain.strip():
                 console.print(head, soft_wrap=True)
@@ -397,10 +397,10 @@ def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
     return text if "; give" in text else f"{text}; --help tells more"
 
 
-def meant_by(word: str, flags: Collection[str]) -> str:
+def suggest_option(word: str, flags: Collection[str]) -> str:
     """Return a suggestion for an option that a command does not have, as the second half of a sentence.
 
-    >>> meant_by("--lr", ["--layers", "--learning-rate"])
+    >>> suggest_option("--lr", ["--layers", "--learning-rate"])
     'did you mean --learning-rate?'
 
     Args:
@@ -487,7 +487,7 @@ class _Wide:
         yield from console.render(self.table, options.update(width=self.width))
 
 
-def _wrapped(text: Text, width: int) -> list[Text]:
+def _wrap(text: Text, width: int) -> list[Text]:
     """Break a text into lines between words (see `line_breaks`)."""
     lines = list[Text]()
     for line in text.split():

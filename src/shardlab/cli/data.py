@@ -1,6 +1,6 @@
 """`shardlab data`: convert texts into a folder of tokens for training, and describe such a folder.
 
-`Prepare` and `TinyShakespeare` share the options of `Preparing`, and its method `prepared`.
+`Prepare` and `TinyShakespeare` share the options of `Preparing`, and its method `prepare_folder`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Preparing:
     json: Flag = False
     """Print only the manifest, as JSON."""
 
-    def prepared(
+    def prepare_folder(
         self, inputs: Sequence[DocumentSource], out: Path, tokenizer: str, sources: list[str] | None = None
     ) -> int:
         """Prepare a folder of tokens from some sources, and describe it.
@@ -95,7 +95,7 @@ class Prepare(Preparing):
             raise UserError(f"--tokenizer {self.tokenizer} and --train-bpe exclude each other; give one of them")
         if not self.files:
             raise UserError("no file is given; name a .txt, .jsonl or .parquet file")
-        return self.prepared([self._source(file) for file in self.files], self.out, self.tokenizer)
+        return self.prepare_folder([self._source(file) for file in self.files], self.out, self.tokenizer)
 
     def _source(self, file: str) -> DocumentSource:
         path, function = file_and_name(file)
@@ -121,7 +121,7 @@ class TinyShakespeare(Preparing):
         from shardlab.train.data.documents import SHAKESPEARE_URL, tiny_shakespeare
 
         with tiny_shakespeare(self.file) as path:
-            return self.prepared([Input(path, "text")], self.out, self.tokenizer, [SHAKESPEARE_URL])
+            return self.prepare_folder([Input(path, "text")], self.out, self.tokenizer, [SHAKESPEARE_URL])
 
 
 @dataclass(frozen=True)

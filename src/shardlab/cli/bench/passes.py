@@ -38,7 +38,7 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
             load(pair.name), pair.job(size, ranks), pair.passes, least_gain=GAIN, lenient=True
         )
         row = replace(row, pass_results=results, device=cluster.device.name)
-        variants = [helpful_names(row.helped[: count + 1]) for count in range(len(row.helped))]
+        variants = [helpful_names(row.useful_results[: count + 1]) for count in range(len(row.useful_results))]
         if len(variants) == 1:
             return row
         timing = run_ranks(ranks, time_passes_rank, pair, size, variants, turns)
@@ -106,19 +106,19 @@ class PassesRow:
     failed: bool = False
 
     @property
-    def helped(self) -> list[PassResult]:
+    def useful_results(self) -> list[PassResult]:
         """Program as written, and after each pass that improved it."""
         return [result for result in self.pass_results if result.setting or not result.name]
 
     @property
     def predicted(self) -> list[float]:
         """Predicted gain of each useful pass, as a share of the step before it."""
-        return [1 - result.end / previous.end for previous, result in pairwise(self.helped)]
+        return [1 - result.end / previous.end for previous, result in pairwise(self.useful_results)]
 
     @property
     def together(self) -> float:
         """Predicted gain of all passes together, as a share of the step as written."""
-        return 1 - self.helped[-1].end / self.helped[0].end
+        return 1 - self.useful_results[-1].end / self.useful_results[0].end
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row for --json. Gains are shares of the step before the pass."""
@@ -134,7 +134,7 @@ class PassesRow:
                     "predicted_gain": predicted,
                     "measured_gain": spread and spread._asdict(),
                 }
-                for result, predicted, spread in zip(self.helped[1:], self.predicted, measured, strict=True)
+                for result, predicted, spread in zip(self.useful_results[1:], self.predicted, measured, strict=True)
             ],
             "nothing": {result.name: result.why_not for result in self.pass_results if result.why_not},
             **({"loss_error": self.timing.loss_error} if self.timing else {}),
@@ -157,7 +157,7 @@ def _cells(row: PassesRow) -> Iterator[tuple[str | Text, ...]]:
     if not row.predicted:
         yield Text("none", "dim"), "", "", ""
     measured = row.timing.gains if row.timing else [None] * len(row.predicted)
-    for result, predicted, spread in zip(row.helped[1:], row.predicted, measured, strict=True):
+    for result, predicted, spread in zip(row.useful_results[1:], row.predicted, measured, strict=True):
         yield helpful_names([result]), *_gains(predicted, spread)
     if len(row.predicted) > 1:
         yield TOGETHER, *_gains(row.together, row.timing and row.timing.gain)

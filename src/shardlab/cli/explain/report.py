@@ -93,10 +93,10 @@ class ExplainReport:
                 report.fact("", f"{reason.setting.key} ({reason.setting.place}): {reason.reason}", style="dim")
         if config.unknown:
             names = [f"{setting.key} ({setting.place})" for setting in config.unknown]
-            report.fact("not understood", _listed(names, verbose=verbose), style="bold yellow")
+            report.fact("not understood", _join_texts(names, verbose=verbose), style="bold yellow")
         if config.unpredicted:
             texts = [f"{item.setting.key} ({item.reason})" for item in config.unpredicted]
-            report.fact("not predicted", _listed(texts, "; ", verbose=verbose))
+            report.fact("not predicted", _join_texts(texts, "; ", verbose=verbose))
         notes = [*config.notes, *self.step.notes]
         if (limit := broken_limit(self.step.workload)) != "":
             notes.insert(0, limit)
@@ -234,7 +234,7 @@ def _add_comparison(report: Report, result: Comparison) -> None:
         "could_be": [cause._asdict() for cause in result.hypotheses],
     }
     for number, cause in enumerate(result.hypotheses[:MOST_HYPOTHESES]):
-        step = "" if result.seconds is None else f" would take {seconds_text(cause.seconds)}{_explained(result, cause)}"
+        step = "" if result.seconds is None else f" would take {seconds_text(cause.seconds)}{_explain(result, cause)}"
         size = "" if result.memory is None else f", {bytes_text(cause.memory, 1)}"
         report.fact(
             "could be" if not number else "", f"{cause.weight:.0%}: {cause.what};{step}{size}. Next: {cause.next}"
@@ -243,7 +243,7 @@ def _add_comparison(report: Report, result: Comparison) -> None:
         report.fact("could be", "nothing that was tried brings the prediction closer to the measurement")
 
 
-def _explained(result: Comparison, hypothesis: Hypothesis) -> str:
+def _explain(result: Comparison, hypothesis: Hypothesis) -> str:
     """Return in words how much of the difference in time a hypothesis explains ("": nothing)."""
     whole = (result.seconds or 0.0) - result.predicted_seconds
     part = hypothesis.seconds - result.predicted_seconds
@@ -259,7 +259,7 @@ MOST_HYPOTHESES = 3
 """Largest number of explanations that are shown. --json has all."""
 
 
-def _listed(texts: Sequence[str], separator: str = ", ", *, verbose: bool) -> str:
+def _join_texts(texts: Sequence[str], separator: str = ", ", *, verbose: bool) -> str:
     """Return the first texts and the number of the remaining ones, or with `verbose` all texts."""
     hidden_count = 0 if verbose else len(texts) - NAMED_KEYS
     note = [f"{hidden_count} more (--verbose lists all)"] if hidden_count > 0 else []

@@ -130,7 +130,7 @@ def measured_as_json(model: ErrorModel) -> dict[str, Any]:
 def add_measured(report: Report, model: ErrorModel, top: int) -> None:
     """Add the measured plans and the best plans, ranked by their corrected times."""
 
-    def measured(at: int) -> str:
+    def measured_text(at: int) -> str:
         seconds = model.measured.get(at)
         return "" if seconds is None else seconds_text(seconds)
 
@@ -139,7 +139,7 @@ def add_measured(report: Report, model: ErrorModel, top: int) -> None:
         "": lambda at: model.plans[at].family,
         "after measuring": lambda at: summary(model.plans[at].candidate),
         "predicted": lambda at: seconds_text(model.plans[at].seconds),
-        "measured": measured,
+        "measured": measured_text,
         "corrected": lambda at: seconds_text(model.seconds[at]),
         "sure to": lambda at: f"± {model.expected_errors[at]:.1%}",
     }

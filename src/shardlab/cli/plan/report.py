@@ -236,7 +236,7 @@ class PlanReport:
         report.line()
         for verb, command in self.commands.items():
             report.line(Text.assemble((f"{verb} it".ljust(INDENT), "dim"), command), wrap=False)
-        report.fact("searched", searched(self.choice))
+        report.fact("searched", search_text(self.choice))
         if self.choice.missed:
             report.fact("left out", f"as time was up: {self.choice.missed}; give more --seconds")
         if self.out is not None:
@@ -274,7 +274,7 @@ def _schedule_text(plan: ScheduledPlan) -> str:
     )
 
 
-def searched(choice: PlanChoice) -> str:
+def search_text(choice: PlanChoice) -> str:
     """Return text about the extent of the search, with a lower bound of the step time of all plans."""
     results, problem = choice.results, choice.problem
     lower_bound = problem.workload(choice.best.candidate).mfu(1.0)

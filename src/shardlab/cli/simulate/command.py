@@ -166,7 +166,7 @@ def add_step(
         figures = {"steps": baseline.steps, "end": baseline.end, "peak_memory": baseline.peak_memory}
         report.data["without_recompute"] = figures
         if baseline.end and baseline.peak_memory:
-            longer, text = _recomputed(timeline, baseline)
+            longer, text = _recompute_text(timeline, baseline)
             report.fact("recompute", text, longer)
     if any(layer.sliced for layer in program.sizes.signatures):
         names = sorted({layer.name for layer in program.sizes.signatures})
@@ -242,7 +242,7 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Prices, name
     return simulate(run_passes(check(baseline), find_passes(names), Goal(costs))[-1].checked, costs)
 
 
-def _recomputed(timeline: Timeline, baseline: Timeline) -> tuple[str, str]:
+def _recompute_text(timeline: Timeline, baseline: Timeline) -> tuple[str, str]:
     """Return the relative changes of step time and peak memory due to recomputation, as text."""
     if (timeline.end, timeline.peak_memory) == (baseline.end, baseline.peak_memory):
         return "+0.0%", "changes nothing: no attention scores are kept"

@@ -83,13 +83,13 @@ def line_lookup(entry: StrategyEntry, job: Job) -> LineOf:
         return lambda rank, op: ""
 
     @cache
-    def traced() -> tuple[Retrace, list[dict[Op, int]], list[list[Op]]]:
+    def trace_entry() -> tuple[Retrace, list[dict[Op, int]], list[list[Op]]]:
         retrace = Retrace(entry.program, str(path), World(entry.grid(job.ranks), job.sizes, job.microbatches))
         numbers = [{_without_pass_fields(op): number for number, op in enumerate(ops)} for ops in retrace.tapes]
         return retrace, numbers, job.checked().program.tapes
 
     def line(rank: int, at: int) -> str:
-        retrace, numbers, tapes = traced()
+        retrace, numbers, tapes = trace_entry()
         number = numbers[rank].get(_without_pass_fields(tapes[rank][at]))
         return "" if number is None else f" ({path}:{retrace.line(rank, number)})"
 

@@ -157,7 +157,7 @@ class Train:
         from shardlab.train.launch.interrupt import Heartbeat
 
         is_first, launched = world is None or world.rank == 0, world and world.world
-        resumed = self._resumed(world)
+        resumed = self._find_resumed(world)
         sources = self._sources() if resumed is None else self._sources_of_resumed_run(resumed, launched)
         is_resumed, tell = resumed is not None, is_first and not self.json and not caller.in_python
         entry, config, planned = self._resolve(sources, launched, is_resumed=is_resumed, tell=tell)
@@ -185,7 +185,7 @@ class Train:
         with Heartbeat("start", until=lambda: not is_first) as heartbeat:
             return self._run(caller, heartbeat, is_first, entry, config, planned, sources, resumed, restart)
 
-    def _resumed(self, world: LaunchEnvironment | None) -> ResumedRun | None:
+    def _find_resumed(self, world: LaunchEnvironment | None) -> ResumedRun | None:
         """Return the run to resume (None: start a new one). The ranks of a launcher agree on it.
 
         Raises:

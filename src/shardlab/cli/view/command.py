@@ -1,6 +1,6 @@
 """`shardlab view`: write an interactive page of a step as one HTML file, and print its figures.
 
-`View.run` shows a step that `shardlab simulate` would simulate (`_simulated`), a traced run (`_run`), or a trace
+`View.run` shows a step that `shardlab simulate` would simulate (`_simulate_step`), a traced run (`_run`), or a trace
 (`_trace`). Each of these methods returns the packed tables of the page and the figures of its timelines.
 """
 
@@ -140,7 +140,7 @@ class View(StepOptions):
     def _contents(self) -> PageContents:
         path = Path(self.strategy) if self.strategy is not None else None
         if path is None or self.strategy is None:
-            return self._simulated()
+            return self._simulate_step()
         if path.is_dir():
             return self._run(path)
         if path.suffix == ".json":
@@ -148,7 +148,7 @@ class View(StepOptions):
         if path.suffix == ".toml":
             if self.config is not None:
                 raise UserError(f"both {path} and --config {self.config} are given; give one of them")
-            return replace(self, strategy=None, config=path)._simulated()
+            return replace(self, strategy=None, config=path)._simulate_step()
         if len(path.parts) > 1 and not path.exists() and file_and_name(self.strategy)[0] is None:
             raise missing_path(path, "name a run, as in runs/fsdp-1, or a strategy")
         if path.is_file() and path.suffix != ".py":
@@ -156,9 +156,9 @@ class View(StepOptions):
             raise UserError(
                 f"{path} is no strategy (file.py:function), run (a folder), trace (.json) or job (.toml){advice}"
             )
-        return self._simulated()
+        return self._simulate_step()
 
-    def _simulated(self) -> PageContents:
+    def _simulate_step(self) -> PageContents:
         """Return the page of a simulated step."""
         request = StepRequest.of(self)
         step = self._in_seconds(request) if self.is_priced(request) else self._in_units(request)

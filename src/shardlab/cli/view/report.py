@@ -42,7 +42,7 @@ def figures_report(
         first, last = values[0], values[-1]
         if several:
             has_values = first is not None and last is not None
-            cells.append(_signed(last - first, text) if has_values and first is not None and last is not None else "")
+            cells.append(_add_sign(last - first, text) if has_values and first is not None and last is not None else "")
         table.add_row(label, *cells)
 
     add("step", [figures.end for figures in all_figures], time_text)
@@ -70,5 +70,5 @@ def _percent(share: float) -> str:
     return f"{share:.1%}"
 
 
-def _signed(difference: float, text: Callable[[float], str]) -> str:
+def _add_sign(difference: float, text: Callable[[float], str]) -> str:
     return f"{'-' if difference < 0 else '+'}{text(abs(difference))}"
