@@ -13,8 +13,8 @@ async def apart(rank: Rank) -> None:
         rank.weights[l] = rank.load_weight(l)
         parts = [rank.load_opt_state(l, rank.index + n * i, 2 * n) for i in range(2)]
         rank.opt_states[l] = rank.concatenate(parts)
-    for l, made in gradients(rank):
-        rank.grad_weights[l] = await rank.all_reduce(made)
+    for l, gradient in gradients(rank):
+        rank.grad_weights[l] = await rank.all_reduce(gradient)
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
@@ -43,8 +43,8 @@ async def twice(rank: Rank) -> None:
             rank.grad_weights[l] = own[l]
         if not i:
             looked = [rank.all_reduce(own[l]) for l in rank.layers]
-            for each in looked:
-                await each
+            for handle in looked:
+                await handle
     for l in rank.layers:
         total = await rank.all_reduce(rank.grad_weights.pop(l))
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])

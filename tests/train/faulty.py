@@ -36,9 +36,9 @@ def drop_everything() -> None:
     """Have this process hear nothing more on any connection, as behind a network that drops all: not even resets."""
     for entry in Path("/proc/self/fd").iterdir():
         if entry.is_socket():
-            with socket.socket(fileno=os.dup(int(entry.name))) as each:
-                if each.family in (socket.AF_INET, socket.AF_INET6):
-                    _drop(each)
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    _drop(connection)
 
 
 def may_drop() -> bool:
@@ -49,9 +49,9 @@ def may_drop() -> bool:
     return False
 
 
-def _drop(each: socket.socket) -> None:
+def _drop(connection: socket.socket) -> None:
     code = ctypes.create_string_buffer(DROP_ALL)
-    each.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
+    connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
 
 
 def loop() -> None:

@@ -42,13 +42,13 @@ def faults(rank: int, job: Job, wrong: str, culprit: int) -> list[str]:
     """Return the results of audits after some steps. A fault occurs on one rank before the third step."""
     executor = executor_of(rank, job)
     audit = Audit(executor)
-    found: list[str] = []
+    errors: list[str] = []
     for step in range(STEPS):
         if step == 2 and rank == culprit:
             spoil(executor, audit, wrong)
         executor.step()
-        found.append(audit.find_fault())
-    return found
+        errors.append(audit.find_fault())
+    return errors
 
 
 def spoil(executor: Executor, audit: Audit, wrong: str) -> None:
@@ -108,34 +108,34 @@ IN_PARTS = "tests/check/right_programs.py:kept_in_parts"
 
 
 def test_a_copy_that_a_rank_keeps_in_parts_is_compared_with_a_whole_one(ranks: Make) -> None:
-    for found in ranks(2).call(faults, job_of(IN_PARTS, 2), "weight", 1):
-        assert found[:2] == ["", ""]
-        assert found[2].startswith("the copies of weights[0] are not bitwise equal: rank 0 and rank 1 differ")
+    for errors in ranks(2).call(faults, job_of(IN_PARTS, 2), "weight", 1):
+        assert errors[:2] == ["", ""]
+        assert errors[2].startswith("the copies of weights[0] are not bitwise equal: rank 0 and rank 1 differ")
 
 
 def test_a_flipped_bit_in_a_weight_names_the_rank_that_differs_from_the_others(ranks: Make) -> None:
-    for found in ranks(3).call(faults, job_of("ddp", 3), "weight", 1):
-        assert found[:2] == ["", ""]
-        assert found[2] == "the copies of weights[0] are not bitwise equal: rank 1 differs from ranks 0, 2"
+    for errors in ranks(3).call(faults, job_of("ddp", 3), "weight", 1):
+        assert errors[:2] == ["", ""]
+        assert errors[2] == "the copies of weights[0] are not bitwise equal: rank 1 differs from ranks 0, 2"
 
 
 def test_of_two_copies_both_are_named(ranks: Make) -> None:
-    for found in ranks(2).call(faults, job_of("ddp", 2), "weight", 1):
-        assert found[2].startswith("the copies of weights[0] are not bitwise equal: rank 0 and rank 1 differ")
+    for errors in ranks(2).call(faults, job_of("ddp", 2), "weight", 1):
+        assert errors[2].startswith("the copies of weights[0] are not bitwise equal: rank 0 and rank 1 differ")
 
 
 def test_a_rank_that_computes_wrongly_is_named_with_the_op(ranks: Make) -> None:
     """Weights that are sharded have no copies: only recomputation can tell."""
-    for found in ranks(3).call(faults, job_of("fsdp", 3), "always", 2):
-        assert found[2] == (
+    for errors in ranks(3).call(faults, job_of("fsdp", 3), "always", 2):
+        assert errors[2] == (
             "one microbatch, computed by all ranks, gives different results in forward(layer 1): "
             "rank 2 differs from ranks 0-1"
         )
 
 
 def test_of_two_ranks_a_recomputation_sides_with_one(ranks: Make) -> None:
-    for found in ranks(2).call(faults, job_of("fsdp", 2), "once", 0):
-        assert found[2].endswith(
+    for errors in ranks(2).call(faults, job_of("fsdp", 2), "once", 0):
+        assert errors[2].endswith(
             "in forward(layer 1): rank 0 agrees with the others on recomputation: its first result was wrong"
         )
 
@@ -145,9 +145,9 @@ def test_a_rank_is_not_named_for_what_comes_of_the_error_of_another_stage(ranks:
     job = job_of(Plan.from_dict({"mesh": {"dp_replicate": 2, "pp": 2}}), 4)
     tapes = job.checked().program.tapes
     last_stage = [rank for rank, tape in enumerate(tapes) if any(op.kind.value == "loss" for op in tape)]
-    for found in ranks(4).call(faults, job, "once", last_stage[-1]):
+    for errors in ranks(4).call(faults, job, "once", last_stage[-1]):
         odd = f"rank {last_stage[-1]} gets different results for the same input"
-        assert found[2].endswith(f"in forward(layer 1): {odd}")
+        assert errors[2].endswith(f"in forward(layer 1): {odd}")
 
 
 def unchanged(rank: int, job: Job) -> bool:

@@ -145,11 +145,13 @@ def test_a_target_that_begins_a_document_does_not_count_and_the_count_is_exact(s
 
 def evaluated(batches: Batches) -> list[tuple[list[int], list[int]]]:
     """Tokens and targets of the sequences that a validation counts, in their order."""
-    found = [batches.validation(number) for number in range(batches.validation_microbatches)]
+    microbatches = [batches.validation(number) for number in range(batches.validation_microbatches)]
     rows = [
-        (row, each) for tokens, targets in found for row, each in zip(tokens.tolist(), targets.tolist(), strict=True)
+        (row, row_targets)
+        for tokens, targets in microbatches
+        for row, row_targets in zip(tokens.tolist(), targets.tolist(), strict=True)
     ]
-    return [(row, each) for row, each in rows if max(each) >= 0]
+    return [(row, row_targets) for row, row_targets in rows if max(row_targets) >= 0]
 
 
 @given(micro_batch_size=st.integers(1, 80), microbatches=st.integers(1, 3))

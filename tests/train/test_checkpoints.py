@@ -127,7 +127,7 @@ def words(rank: int, out: Path, disk: type[Disk] = Odd) -> list[str]:
 def test_any_error_of_completing_a_checkpoint_is_reported(ranks: World, tmp_path: Path) -> None:
     first, other = ranks(2).call(partial(words, out=tmp_path / "run"))
     assert len(first) == 3
-    assert all("line" in each and "in commit" in each for each in first)
+    assert all("line" in message and "in commit" in message for message in first)
     assert "the checkpoint after step 2 cannot be written, and training goes on without it (rank 0: JSON" in first[0]
     assert other == []
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -135,7 +135,7 @@ def test_any_error_of_completing_a_checkpoint_is_reported(ranks: World, tmp_path
 
 def test_an_error_without_a_text_of_the_system_is_reported_by_its_own(ranks: World, tmp_path: Path) -> None:
     first, _ = ranks(2).call(partial(words, out=tmp_path / "run", disk=Wordless))
-    assert all(each.endswith("training goes on without it (rank 0: it hums)") for each in first)
+    assert all(message.endswith("training goes on without it (rank 0: it hums)") for message in first)
 
 
 def test_a_folder_that_cannot_be_made_ends_no_training(ranks: World, tmp_path: Path) -> None:
@@ -148,16 +148,18 @@ def test_a_rank_without_room_loses_that_checkpoint_alone(ranks: World, tmp_path:
     assert ranks(2).call(partial(saved, out=tmp_path / "run", full=True))[0] == ["step-000002"]
 
 
-@pytest.mark.parametrize(("poisoned", "kept"), [(1, []), (2, ["step-000002"]), (4, ["step-000002", "step-000004"])])
+@pytest.mark.parametrize(
+    ("poisoned", "kept_names"), [(1, []), (2, ["step-000002"]), (4, ["step-000002", "step-000004"])]
+)
 def test_weights_of_a_step_that_diverged_are_not_saved(
-    poisoned: int, kept: list[str], ranks: World, tmp_path: Path
+    poisoned: int, kept_names: list[str], ranks: World, tmp_path: Path
 ) -> None:
-    assert ranks(2).call(partial(saved, out=tmp_path / "run", poisoned=poisoned))[0] == kept
+    assert ranks(2).call(partial(saved, out=tmp_path / "run", poisoned=poisoned))[0] == kept_names
 
 
 def test_a_clock_can_ask_for_checkpoints(ranks: World, tmp_path: Path) -> None:
-    found = ranks(2).call(partial(saved, out=tmp_path / "run", every="1s"))[0]
-    assert found[-1] == "step-000005"
+    names = ranks(2).call(partial(saved, out=tmp_path / "run", every="1s"))[0]
+    assert names[-1] == "step-000005"
 
 
 def test_every_run_saves_its_end_and_one_that_is_interrupted(ranks: World, tmp_path: Path) -> None:
@@ -178,8 +180,8 @@ class Own(Disk):
 
     def remove(self, path: Path) -> None:
         """Remove what this host has."""
-        for each in path.glob(f"rank-{self._rank:04}*"):
-            each.unlink()
+        for file in path.glob(f"rank-{self._rank:04}*"):
+            file.unlink()
 
 
 def saved_apart(rank: int, out: Path) -> list[str]:

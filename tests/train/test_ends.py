@@ -338,9 +338,9 @@ class Agents:
 
 @pytest.fixture
 def agents(warm: WarmStarts, tmp_path: Path) -> Generator[Agents]:
-    found = Agents(warm, tmp_path)
-    yield found
-    for agent in found.agents:
+    group = Agents(warm, tmp_path)
+    yield group
+    for agent in group.agents:
         with suppress(ProcessLookupError):
             os.killpg(agent.pid, signal.SIGKILL)
         agent.wait()

@@ -93,10 +93,10 @@ def alone(job: Job) -> float:
 @pytest.mark.parametrize("name", sampled(JOBS, is_in_sample))
 def test_the_loss_is_that_of_one_device(ranks: World, name: str) -> None:
     job = JOBS[name]
-    found = ranks(job.ranks).call(evaluated, job)
+    results = ranks(job.ranks).call(evaluated, job)
     tokens = COUNT * job.micro_batch_size * job.model.seq_len
     exact = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 1e-3}[job.precision]
-    assert found == [(pytest.approx(alone(job), rel=exact), tokens)] * job.ranks
+    assert results == [(pytest.approx(alone(job), rel=exact), tokens)] * job.ranks
 
 
 def trained(rank: int, job: Job) -> tuple[float, float]:

@@ -102,10 +102,10 @@ def test_experts_with_bounded_places_see_what_they_saw(tmp_path: Path) -> None:
 
 
 def test_a_pad_token_beyond_the_model_s_vocabulary_is_no_hindrance(tmp_path: Path) -> None:
-    made = tokenizer_files.byte_level()
-    made.add_special_tokens(["[PAD]"])
+    library_tokenizer = tokenizer_files.byte_level()
+    library_tokenizer.add_special_tokens(["[PAD]"])
     model = GPT(**SIZES, seq_len=64, vocab_size=257)
-    random_run(tmp_path / "run", model, tokenizer=HuggingFace(made.to_str().encode()))
+    random_run(tmp_path / "run", model, tokenizer=HuggingFace(library_tokenizer.to_str().encode()))
     texts_of(tmp_path, [1, 2])
     assert int(job_of(model, tmp_path).text().run.tokens.max()) == 256
 

@@ -46,9 +46,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def progresses() -> Iterator[dict[int, RankProgress]]:
-    made = {rank: RankProgress() for rank in range(2)}
-    yield made
-    for progress in made.values():
+    by_rank = {rank: RankProgress() for rank in range(2)}
+    yield by_rank
+    for progress in by_rank.values():
         progress.close()
 
 
@@ -124,12 +124,12 @@ def test_progress_is_seen_from_another_opening_of_the_file(progresses: dict[int,
 
 
 def test_waits_follow_from_positions_alone(progresses: dict[int, RankProgress]) -> None:
-    found = checked()
-    tape = found.program.tapes[0]
+    proof = checked()
+    tape = proof.program.tapes[0]
     wait = next(at for at, op in enumerate(tape) if op.kind is OpKind.WAIT)
     put(progresses[0], 4, wait, len(tape))
     put(progresses[1], 4, 2, len(tape))
-    waits = TapeWaits(found, lambda rank, op: f" (file:{op})").waits(
+    waits = TapeWaits(proof, lambda rank, op: f" (file:{op})").waits(
         {rank: progress.position for rank, progress in progresses.items()}
     )
     assert waits[0].description.startswith(
@@ -141,15 +141,17 @@ def test_waits_follow_from_positions_alone(progresses: dict[int, RankProgress]) 
 
 
 def test_a_rank_at_the_end_of_a_step_waits_for_those_that_are_not() -> None:
-    found = checked()
+    proof = checked()
     progress = [RankProgress(), RankProgress()]
-    length = len(found.program.tapes[0])
+    length = len(proof.program.tapes[0])
     put(progress[0], 4, length, length)
     put(progress[1], 4, 2, length)
-    waits = TapeWaits(found, lambda rank, op: "").waits({rank: each.position for rank, each in enumerate(progress)})
+    waits = TapeWaits(proof, lambda rank, op: "").waits(
+        {rank: rank_progress.position for rank, rank_progress in enumerate(progress)}
+    )
     assert waits[0] == RankWait("is at the end of step 4", (1,))
-    for each in progress:
-        each.close()
+    for rank_progress in progress:
+        rank_progress.close()
 
 
 def test_ranks_that_agree_share_a_line_and_a_stack() -> None:
@@ -203,7 +205,7 @@ def other() -> Iterator[RankProgress]:
     progress.close()
 
 
-def made(rank: int, other: RankProgress, monkeypatch: pytest.MonkeyPatch) -> Watchdog:
+def make_watchdog(rank: int, other: RankProgress, monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     """The watchdog of one of two ranks of this host."""
     monkeypatch.setattr(RankProgress, "words", RankProgress.words)
 
@@ -219,6 +221,6 @@ def made(rank: int, other: RankProgress, monkeypatch: pytest.MonkeyPatch) -> Wat
 def test_the_first_rank_reports_where_all_are_stuck_in_the_kernel(
     rank: int, speaks: bool, other: RankProgress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watching = made(rank, other, monkeypatch)
+    watching = make_watchdog(rank, other, monkeypatch)
     monkeypatch.setattr(faults, "process_state", lambda pid: ProcessState.STUCK)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     assert watching._reports() is speaks  # pyright: ignore[reportPrivateUsage]

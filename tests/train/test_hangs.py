@@ -61,8 +61,8 @@ VERDICTS = {
 
 @pytest.mark.parametrize(("fault", "culprit"), [("killed", 0), ("raises", 1), ("stopped", 0), ("endless loop", 1)])
 def test_the_rank_at_fault_is_named_and_who_waits_for_it_in_what(fault: str, culprit: int) -> None:
-    found = failure(fault, culprit)
-    text, report = str(found), found.report
+    error = failure(fault, culprit)
+    text, report = str(error), error.report
     assert text.startswith(VERDICTS[fault].format(culprit))
     waiting = [rank for rank in range(3) if rank != culprit]
     line = f"{ROOT}/examples/my_strategy.py:"
@@ -86,12 +86,12 @@ def test_a_rank_in_a_loop_shows_the_line_of_the_loop() -> None:
 
 @pytest.mark.skipif(not faulty.may_drop(), reason="this user may put no filter on a socket")
 def test_a_broken_network_is_distinguished_from_a_hanging_rank() -> None:
-    found = failure("deaf", 1)
+    error = failure("deaf", 1)
     verdict = (
         "no data arrive between ranks 0-2, although all of them have issued their part: the network drops the data"
     )
-    assert str(found).startswith(verdict), found.report
-    assert "which issued their part too, since" in found.report
+    assert str(error).startswith(verdict), error.report
+    assert "which issued their part too, since" in error.report
 
 
 def launched(warm: WarmStarts, folder: Path, fault: str, *options: str) -> tuple[int, str]:

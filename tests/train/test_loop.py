@@ -116,9 +116,9 @@ def test_a_run_keeps_the_tokenizer_of_its_data(ranks: World, tmp_path: Path) -> 
     )
     ranks(1).call(train_plainly, plan)
     shutil.rmtree(tmp_path / "data")
-    found = find_tokenizer(tmp_path / "run")
-    assert found is not None
-    assert found.decode(found.encode([b"to be"])[0]) == b"to be"
+    tokenizer = find_tokenizer(tmp_path / "run")
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode([b"to be"])[0]) == b"to be"
 
 
 def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: World, tmp_path: Path) -> None:
@@ -145,12 +145,12 @@ def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: W
 
 
 def test_the_validation_loss_does_not_depend_on_how_a_batch_is_cut(ranks: World, tmp_path: Path) -> None:
-    found: list[float] = []
+    losses: list[float] = []
     for microbatches, size in ((4, 1), (1, 4), (1, 7)):
         job = Job("single", 1, microbatches, MODEL, size)
         plan = run_of(job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / f"{size}")
-        found.append(ranks(1).call(train_plainly, plan)[0].validation_before)
-    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+        losses.append(ranks(1).call(train_plainly, plan)[0].validation_before)
+    assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
 
 
 def test_a_run_resumed_on_another_number_of_threads_says_how_it_is_the_same_to_the_bit(

@@ -116,8 +116,8 @@ def test_fsdp_s_page_gathers_directions_for_muon_alone(ranks: World) -> None:
     verdict = ranks(2).call(verify_rank, CPU, job, 3)[0]
     assert verdict.ok, verdict
     directions = [
-        [op.layer for op in replace(job, optimizer=each).checked().program.tapes[0] if op.kind is OpKind.DIRECTION]
-        for each in OPTIMIZERS
+        [op.layer for op in replace(job, optimizer=optimizer).checked().program.tapes[0] if op.kind is OpKind.DIRECTION]
+        for optimizer in OPTIMIZERS
     ]
     assert directions == [[], [], [], [0, 1]]
 
@@ -156,8 +156,8 @@ def test_an_optimizer_s_state_has_the_bytes_that_are_predicted(
 ) -> None:
     model = replace(MODEL, layers=1)
     job = replace(job_of(SHARDINGS["ddp"], optimizer, precision), model=model, ema=ema)
-    for kept, predicted in ranks(2).call(kept_and_predicted, job):
-        assert kept == predicted
+    for kept_bytes, predicted in ranks(2).call(kept_and_predicted, job):
+        assert kept_bytes == predicted
 
 
 # Averages of weights: one device's under every sharding, judged beside the weights, and left in a file.
@@ -214,21 +214,21 @@ def looked_at(rank: int, job: Job, spoiled: int) -> list[bool]:
     executor = Executor(job.checked(), rank, job.cut, batches, settings)
     state, followed, right = executor.state, list[dict[tuple[int, Holds], torch.Tensor]](), list[bool]()
     for step in range(3):
-        before = {key: kept.clone() for key, kept in state.kept.items()}
+        before = {key: tensor.clone() for key, tensor in state.kept.items()}
         state.loss_scale.scale = float("nan") if step == spoiled else 1.0
         executor.step()
-        after = {key: kept.clone() for key, kept in state.kept.items()}
+        after = {key: tensor.clone() for key, tensor in state.kept.items()}
         if step != spoiled:
             followed.append(after)
         else:
             right.append(all(torch.equal(before[key], after[key]) for key in before))
         ages = [0.7**age for age in reversed(range(len(followed)))]
         with averaged_weights(state):
-            for key, kept in state.kept.items():
+            for key, tensor in state.kept.items():
                 mean = sum(age * weights[key] for age, weights in zip(ages, followed, strict=True))
                 expected = mean / sum(ages) if followed else before[key]
-                right.append(bool(torch.allclose(kept, torch.as_tensor(expected), rtol=1e-12, atol=1e-14)))
-        right.append(all(torch.equal(kept, after[key]) for key, kept in state.kept.items()))
+                right.append(bool(torch.allclose(tensor, torch.as_tensor(expected), rtol=1e-12, atol=1e-14)))
+        right.append(all(torch.equal(tensor, after[key]) for key, tensor in state.kept.items()))
     return right
 
 

@@ -54,17 +54,17 @@ MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
 
 def forced(checked: Checked, names: str) -> Checked:
     """Return the program after passes, whether or not it is faster."""
-    return run_passes(checked, [replace(each, is_forced=True) for each in find_passes(names)])[-1].checked
+    return run_passes(checked, [replace(candidate, is_forced=True) for candidate in find_passes(names)])[-1].checked
 
 
 def trained(rank: int, job: Job) -> tuple[Verdict, list[torch.Tensor]]:
     """One rank's verdict and its weights after three steps."""
-    kept: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
 
     def keep(state: State) -> None:
-        kept.extend(weight.clone() for weight in state.kept.values())
+        weights.extend(weight.clone() for weight in state.kept.values())
 
-    return verify_rank(rank, CPU, job, 3, {}, trained=keep), kept
+    return verify_rank(rank, CPU, job, 3, {}, trained=keep), weights
 
 
 LATE = Path(__file__).parents[1] / "simulate" / "passes" / "late_programs.py"
@@ -95,10 +95,10 @@ def test_passes_change_no_bit(ranks: World, strategy: str, monkeypatch: pytest.M
     written = job_for(strategy)
     rewritten = replace(written, passes=FORCED[strategy])
     before, after = (ranks(2).call(trained, job) for job in (written, rewritten))
-    for (_, expected), (verdict, kept) in zip(before, after, strict=True):
+    for (_, expected), (verdict, weights) in zip(before, after, strict=True):
         assert verdict.ok, verdict
-        assert len(kept) == len(expected)
-        assert all(map(torch.equal, kept, expected))
+        assert len(weights) == len(expected)
+        assert all(map(torch.equal, weights, expected))
 
 
 @pytest.mark.parametrize("strategy", FORCED, ids=lambda name: name.rpartition(":")[2])
@@ -125,11 +125,11 @@ FORWARD_SAMPLE = {"ddp", "wsdp", "fsdp", "zero-1", "zero-3", "tensor-parallel", 
 def test_the_forward_half_of_what_passes_make_computes_every_loss(case: Case) -> None:
     """Evaluation runs the forward half of the trained program, on every backend of the whole one."""
     checked = case.job().checked()
-    for each in PASSES.values():
-        for number in {*each.settings[:1], *each.settings[-1:]}:
-            (_, made) = run_passes(checked, [replace(each, settings=(number,), is_forced=True)])
-            half = check_forward(forward_only(made.checked))
-            assert set(made.checked.backends()) <= set(half.backends())
+    for candidate in PASSES.values():
+        for number in {*candidate.settings[:1], *candidate.settings[-1:]}:
+            (_, result) = run_passes(checked, [replace(candidate, settings=(number,), is_forced=True)])
+            half = check_forward(forward_only(result.checked))
+            assert set(result.checked.backends()) <= set(half.backends())
 
 
 def test_a_job_runs_the_passes_of_its_plan_or_its_own() -> None:
@@ -263,7 +263,7 @@ def memory(rank: int, job: Job) -> tuple[int, int]:
     for _ in range(2):
         record = MemoryRecord()
         step_with_memory(executor, record)
-        live.append(max(sum(each.values()) for each in record.live.values()))
+        live.append(max(sum(live_bytes.values()) for live_bytes in record.live.values()))
     return max(memory_in_bytes(checked)[rank].before_ops), min(live)
 
 
@@ -309,8 +309,8 @@ TILED = [
 
 @pytest.mark.parametrize(
     ("strategy", "model", "passes"),
-    sampled([each[1:] for each in TILED], lambda case: case[0] not in ("hsdp", "pipeline-fsdp")),
-    ids=[each[0] for each in TILED],
+    sampled([case[1:] for case in TILED], lambda case: case[0] not in ("hsdp", "pipeline-fsdp")),
+    ids=[case[0] for case in TILED],
 )
 def test_tiles_give_one_devices_numbers(ranks: World, strategy: str | Plan, model: Blocks, passes: str) -> None:
     count = strategy.mesh.world if isinstance(strategy, Plan) else 4 if strategy != "zero-3" else 2
@@ -359,13 +359,13 @@ def losses(rank: int, job: Job) -> list[float]:
     corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, 1, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig()))
-    found = [float(executor.step()[0]) for _ in range(2)]
-    before = {name: each.clone() for name, each in list(Snapshot(executor.state).take().items())[:2]}
+    step_losses = [float(executor.step()[0]) for _ in range(2)]
+    before = {name: tensor.clone() for name, tensor in list(Snapshot(executor.state).take().items())[:2]}
     for key in executor.state.opt_states:
         executor.state.make_moments(key, 2)
-    assert all(each.place == "disk" for each in kept_ranges(executor.state)) == (job.passes != "none")
+    assert all(piece.place == "disk" for piece in kept_ranges(executor.state)) == (job.passes != "none")
     assert before
-    return found
+    return step_losses
 
 
 def train(rank: int, device: torch.device, jobs: tuple[Job, Job], out: Path) -> None:

@@ -151,7 +151,7 @@ PROGRAMS = Path(__file__).parents[1] / "check" / "drifting.py"
 STEPS = 3
 
 
-def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
+def kept_weights(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
     """The bits of the weights that a rank keeps after some steps, by layer and slices."""
     corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
@@ -192,13 +192,13 @@ def test_a_sum_that_is_part_of_a_backward_pass_is_another_than_one_after_it(rank
 def compare(ranks: World, job: Job) -> None:
     """Want replicas to end apart just where the check says so."""
     groups = [list(map(list, drift.groups)) for drift in drifts_of(job.checked()) for _ in drift.layers]
-    found = ranks(job.ranks).call(kept, job)
+    weights_by_rank = ranks(job.ranks).call(kept_weights, job)
     apart: list[list[list[int]]] = []
-    for key in sorted({key for each in found for key in each}):
+    for key in sorted({key for weights in weights_by_rank for key in weights}):
         bits: dict[bytes, list[int]] = {}
-        for rank, each in enumerate(found):
-            if key in each:
-                bits.setdefault(each[key], []).append(rank)
+        for rank, weights in enumerate(weights_by_rank):
+            if key in weights:
+                bits.setdefault(weights[key], []).append(rank)
         if len(bits) > 1:
             apart.append(list(bits.values()))
     assert apart == groups

@@ -63,7 +63,7 @@ def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tm
         (1e9, None, f"steps were faster than the measured peak FLOP/s; {again} again"),
         (1e9, 0.25, "25.0%"),
     ):
-        metrics.write_text("".join(json.dumps({**each, "mfu": mfu, "dt": summary.dt}) + "\n" for each in records))
+        metrics.write_text("".join(json.dumps({**record, "mfu": mfu, "dt": summary.dt}) + "\n" for record in records))
         write_report(replace(run, peak=peak), summary, "nobody has measured")
         text = (run.out / "report.md").read_text()
         assert f"| MFU | {said} |" in text

@@ -51,10 +51,10 @@ def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> Non
     assert record["program"] == JOB.checked().program.fingerprint()
 
 
-def folder_of(path: Path, made: Any, vocab_size: int) -> Path:
+def folder_of(path: Path, library_tokenizer: Any, vocab_size: int) -> Path:
     """Weights with a tokenizer beside them."""
     model = replace(JOB.model, vocab_size=vocab_size)
-    return random_run(path, model, tokenizer=HuggingFace(made.to_str().encode()))
+    return random_run(path, model, tokenizer=HuggingFace(library_tokenizer.to_str().encode()))
 
 
 @pytest.fixture
@@ -71,28 +71,28 @@ def run_from(init: Path, data: Path, vocab_size: int) -> TrainingRun:
 
 
 def test_a_text_becomes_tokens_of_the_weights_that_a_run_begins_with(text: Path, tmp_path: Path) -> None:
-    made = tokenizer_files.byte_fallback(["is", "it"], bos=True)
-    init = folder_of(tmp_path / "init", made, made.get_vocab_size())
-    corpus = run_from(init, text, made.get_vocab_size()).corpus()
-    assert corpus.training.runs[0].tokens[:4].tolist() == made.encode("is it so?").ids[:4]
+    library_tokenizer = tokenizer_files.byte_fallback(["is", "it"], bos=True)
+    init = folder_of(tmp_path / "init", library_tokenizer, library_tokenizer.get_vocab_size())
+    corpus = run_from(init, text, library_tokenizer.get_vocab_size()).corpus()
+    assert corpus.training.runs[0].tokens[:4].tolist() == library_tokenizer.encode("is it so?").ids[:4]
     assert corpus.tokenizer.begin == (1,)
 
 
 def test_a_run_that_goes_on_reads_a_text_as_it_did(text: Path, tmp_path: Path) -> None:
     """By the tokenizer in its own folder, also where the weights that it began with are gone."""
-    made = tokenizer_files.byte_fallback(["is", "it"])
-    folder_of(tmp_path / "run", made, made.get_vocab_size())
-    run = replace(run_from(tmp_path / "gone", text, made.get_vocab_size()), continues=True)
-    assert run.corpus().training.runs[0].tokens[:4].tolist() == made.encode("is it so?").ids[:4]
+    library_tokenizer = tokenizer_files.byte_fallback(["is", "it"])
+    folder_of(tmp_path / "run", library_tokenizer, library_tokenizer.get_vocab_size())
+    run = replace(run_from(tmp_path / "gone", text, library_tokenizer.get_vocab_size()), continues=True)
+    assert run.corpus().training.runs[0].tokens[:4].tolist() == library_tokenizer.encode("is it so?").ids[:4]
 
 
 def test_tokens_beyond_the_model_s_vocabulary_are_refused_only_if_they_occur(text: Path, tmp_path: Path) -> None:
-    made = tokenizer_files.byte_level()
-    made.add_special_tokens(["[PAD]"])
-    init = folder_of(tmp_path / "init", made, 257)
+    library_tokenizer = tokenizer_files.byte_level()
+    library_tokenizer.add_special_tokens(["[PAD]"])
+    init = folder_of(tmp_path / "init", library_tokenizer, 257)
     data = prepare([Input.guess(text)], tmp_path / "data", str(init)).folder
-    for each in (text, data):
-        assert run_from(init, each, 257).corpus().tokenizer.vocab_size == 258
+    for source in (text, data):
+        assert run_from(init, source, 257).corpus().tokenizer.vocab_size == 258
     used = prepare([Documents([[1, 2, 257] * 80])], tmp_path / "used", str(init)).folder
     with pytest.raises(UserError, match=r"tokens go up to 257 .* is 257; leave that token out"):
         run_from(init, used, 257).corpus()
@@ -107,8 +107,8 @@ def test_data_of_another_tokenizer_than_the_weights_are_refused(text: Path, tmp_
 
 def test_weights_without_a_tokenizer_take_prepared_data_and_refuse_a_text(text: Path, tmp_path: Path) -> None:
     (tmp_path / "init").mkdir()
-    made = tokenizer_files.byte_level()
-    made.save(str(tmp_path / "tokenizer.json"))
+    library_tokenizer = tokenizer_files.byte_level()
+    library_tokenizer.save(str(tmp_path / "tokenizer.json"))
     data = prepare([Input.guess(text)], tmp_path / "data", str(tmp_path / "tokenizer.json")).folder
     assert run_from(tmp_path / "init", data, 257).corpus().tokenizer.vocab_size == 257
     with pytest.raises(UserError, match=r"init has no tokenizer .*, and a vocabulary of 257 tokens is not"):

@@ -80,8 +80,8 @@ def test_a_sample_goes_on_after_what_begins_every_text_and_keeps_its_spaces() ->
     (tokens,) = tokenizer.encode([b"is it is"])
     read: list[int] = []
 
-    def generate(given: Sequence[int], count: int) -> list[int]:
-        read.extend(given)
+    def generate(prompt: Sequence[int], count: int) -> list[int]:
+        read.extend(prompt)
         return tokens[1:].tolist()
 
     assert continue_prompt(generate, b"is", tokenizer) == "is it is"
@@ -120,21 +120,21 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch: pytest.MonkeyPat
 def test_an_answer_keeps_its_spaces_and_characters_and_is_fed_back_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made = byte_fallback(["is", "it", "so"])
-    tokenizer, said = HuggingFace(made.to_str().encode()), "so it is 漢字"
+    library_tokenizer = byte_fallback(["is", "it", "so"])
+    tokenizer, answer = HuggingFace(library_tokenizer.to_str().encode()), "so it is 漢字"
     read: list[list[int]] = []
 
     def generate(self: TextGenerator, tokens: list[int], count: int) -> Iterator[int]:
         read.append(tokens)
-        return iter(made.encode(said).ids)
+        return iter(library_tokenizer.encode(answer).ids)
 
     monkeypatch.setattr(TextGenerator, "generate", generate)
     model = replace(MODEL, seq_len=200, vocab_size=tokenizer.vocab_size)
     flats = [torch.zeros(model.layout(0).numel)]
     talk = Conversation(model, flats, tokenizer, chat_template(tmp_path, tokenizer), TokenSampling(), 40)
-    assert "".join(talk.answer("is it?")) == said
+    assert "".join(talk.answer("is it?")) == answer
     "".join(talk.answer("so?"))
-    assert tokenizer.decode(np.array(read[1])).decode() == f"User: is it?\nAssistant: {said}\nUser: so?\nAssistant:"
+    assert tokenizer.decode(np.array(read[1])).decode() == f"User: is it?\nAssistant: {answer}\nUser: so?\nAssistant:"
 
 
 def test_an_answer_ends_with_a_token_that_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_oldest_turns_are_dropped_so_that_there_is_room_for_an_answer(
         "User: third\nAssistant:",
         "User: fourth\nAssistant:",
     ]
-    assert all(len(each) <= MODEL.seq_len - 16 for each in read)
+    assert all(len(prompt) <= MODEL.seq_len - 16 for prompt in read)
 
 
 def test_a_turn_without_room_is_refused_and_the_talk_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,5 +184,5 @@ def test_a_text_is_shown_up_to_where_the_stop_begins(parts: list[str], shown: st
 
 
 def test_nothing_that_may_be_the_stop_is_shown_early() -> None:
-    given: Any = iter(["a\nUs", "ually"])
-    assert list(cut_at(given, "\nUser:")) == ["a", "\nUsually", ""]
+    pieces: Any = iter(["a\nUs", "ually"])
+    assert list(cut_at(pieces, "\nUser:")) == ["a", "\nUsually", ""]

@@ -73,16 +73,16 @@ def test_a_rank_that_is_asked_to_end_ends_the_text_on_all(ranks: World) -> None:
 
 def read_at_once(rank: int, job: Job) -> list[int]:
     """How many tokens this rank's blocks compute with each time, for a text that fits the model's positions."""
-    found: list[int] = []
+    token_counts: list[int] = []
 
     def run(self: TensorLayer, weights: Sequence[Tensor], inputs: Sequence[Tensor], *more: Any, **named: Any) -> Any:
-        found.append(inputs[0].shape[1])
+        token_counts.append(inputs[0].shape[1])
         return of_layer(self, weights, inputs, *more, **named)
 
     of_layer = TensorLayer.run
     with patch.object(TensorLayer, "run", run):
         written(rank, job, TokenSampling(), 4)
-    return found
+    return token_counts
 
 
 @pytest.mark.parametrize("name", ["fsdp", "cp", "tp of a tied head"])
@@ -90,17 +90,17 @@ def test_each_block_is_computed_on_one_rank_and_after_the_prompt_for_the_new_tok
     ranks: World, name: str
 ) -> None:
     job = JOBS[name]
-    found = [counts for counts in ranks(job.ranks).call(read_at_once, job) if counts]
-    blocks = [len(counts) // 4 for counts in found]
+    counts_by_rank = [counts for counts in ranks(job.ranks).call(read_at_once, job) if counts]
+    blocks = [len(counts) // 4 for counts in counts_by_rank]
     assert sum(blocks) == job.model.layers
-    assert found == [each * [len(PROMPT)] + each * 3 * [1] for each in blocks]
+    assert counts_by_rank == [count * [len(PROMPT)] + count * 3 * [1] for count in blocks]
 
 
 def refused(rank: int, job: Job) -> str:
     """Return the error for a model whose last rank has weights that are NaN."""
     executor = Executor(job.checked(), rank, job.cut, batches_of(job), Settings(job.seed, job.numbers, CPU))
-    for kept in executor.state.kept.values():
-        kept.fill_(float("nan") if rank == job.ranks - 1 else 1.0)
+    for weights in executor.state.kept.values():
+        weights.fill_(float("nan") if rank == job.ranks - 1 else 1.0)
     with pytest.raises(UserError) as refusal:
         list(ParallelWriter(executor.state, job.model, TokenSampling(), lambda: False).generate(PROMPT, 2))
     return str(refusal.value)

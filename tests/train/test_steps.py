@@ -42,13 +42,13 @@ def steps_taken(executor: Executor, run: TrainingRun, batches: Batches) -> list[
     ramped = RampedExecutor({run.job.microbatches: executor}, run)
     saver = Saver(ramped, run, batches)
     training = Training(ramped, run, StopRequest(None), batches, [saver])
-    found: list[StepResult] = []
+    results: list[StepResult] = []
     for step in training:
-        found.append(step)
+        results.append(step)
         saver.on_metrics(training, step)
-    if not found[-1].diverged:
+    if not results[-1].diverged:
         saver.on_end(training)
-    return found
+    return results
 
 
 def steps_of(rank: int, out: Path, poisoned: int, poison: float) -> list[StepResult]:
@@ -81,23 +81,23 @@ def steps_while_the_clock_stands_still(rank: int, out: Path) -> list[StepResult]
 
 
 def test_a_clock_that_stands_still_ends_no_run(ranks: World, tmp_path: Path) -> None:
-    for found in ranks(2).call(steps_while_the_clock_stands_still, tmp_path):
-        assert len(found) == 6
-        assert all(step.metrics["dt"] > 0 for step in found)
+    for results in ranks(2).call(steps_while_the_clock_stands_still, tmp_path):
+        assert len(results) == 6
+        assert all(step.metrics["dt"] > 0 for step in results)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_every_rank_stops_at_the_same_step_and_knows_whose_loss_it_was(
     ranks: World, tmp_path: Path, poison: float
 ) -> None:
-    for found in ranks(2).call(steps_of, tmp_path, 3, poison):
-        assert [step.metrics["step"] for step in found] == [0, 1, 2, 3]
-        assert [step.diverged for step in found] == [[], [], [], [1]]
+    for results in ranks(2).call(steps_of, tmp_path, 3, poison):
+        assert [step.metrics["step"] for step in results] == [0, 1, 2, 3]
+        assert [step.diverged for step in results] == [[], [], [], [1]]
 
 
 def test_the_last_step_can_diverge_too(ranks: World, tmp_path: Path) -> None:
-    for found in ranks(2).call(steps_of, tmp_path, 5, float("nan")):
-        assert [step.diverged for step in found] == [[], [], [], [], [], [1]]
+    for results in ranks(2).call(steps_of, tmp_path, 5, float("nan")):
+        assert [step.diverged for step in results] == [[], [], [], [], [], [1]]
 
 
 def steps_with_a_gradient(rank: int, out: Path, policy: NonFinite, poison: float) -> tuple[list[StepResult], bool]:
@@ -125,8 +125,8 @@ def steps_with_a_gradient(rank: int, out: Path, policy: NonFinite, poison: float
     executor = Poisoned(job.checked(), rank, job.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(job, optimizer, out)
     run = replace(run, config=replace(run.config, train=replace(run.config.train, non_finite=policy)))
-    found = steps_taken(executor, run, batches)
-    return found, all(bool(weights.isfinite().all()) for weights in executor.state.kept.values())
+    results = steps_taken(executor, run, batches)
+    return results, all(bool(weights.isfinite().all()) for weights in executor.state.kept.values())
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -134,12 +134,12 @@ def steps_with_a_gradient(rank: int, out: Path, policy: NonFinite, poison: float
 def test_a_gradient_that_is_not_finite_is_named_and_stops_the_run_or_is_skipped(
     ranks: World, tmp_path: Path, policy: NonFinite, poison: float
 ) -> None:
-    for found, healthy in ranks(2).call(steps_with_a_gradient, tmp_path, policy, poison):
+    for results, healthy in ranks(2).call(steps_with_a_gradient, tmp_path, policy, poison):
         assert healthy
-        assert [step.metrics["step"] for step in found] == ([0, 1] if policy == "stop" else [0, 1, 2, 3])
-        assert [step.diverged for step in found[:2]] == [[], [0, 1] if policy == "stop" else []]
-        assert [bool(step.not_finite) for step in found] == [number == 1 for number in range(len(found))]
-        assert found[1].not_finite == "the gradient of layer 1 of step 2 on ranks 0-1"
+        assert [step.metrics["step"] for step in results] == ([0, 1] if policy == "stop" else [0, 1, 2, 3])
+        assert [step.diverged for step in results[:2]] == [[], [0, 1] if policy == "stop" else []]
+        assert [bool(step.not_finite) for step in results] == [number == 1 for number in range(len(results))]
+        assert results[1].not_finite == "the gradient of layer 1 of step 2 on ranks 0-1"
 
 
 def outcome(rank: int, run: TrainingRun) -> str | None:

@@ -143,13 +143,13 @@ def test_stages_beyond_the_whole_blocks_are_refused_in_layers() -> None:
 
 def test_a_run_in_half_blocks_continues_in_whole_blocks(tmp_path: Path) -> None:
     words = ["--dp-shard", "1", "--tied", "--layers", "3", "--hidden-size", "16", "--seq-len", "8", "--steps"]
-    found: list[dict[str, torch.Tensor]] = []
+    weights: list[dict[str, torch.Tensor]] = []
     for name, finer in (("whole", []), ("halves", ["--recompute", "selective"])):
         folder = str(tmp_path / name)
         assert main(["train", *words, "2", *finer, "--save-every", "2", "--out", folder]) == 0
         assert main(["train", "--resume", folder, "--dp-shard", "1", "--steps", "4"]) == 0
-        found.append(load_file(tmp_path / name / "weights.safetensors"))
-    whole, halves = found
+        weights.append(load_file(tmp_path / name / "weights.safetensors"))
+    whole, halves = weights
     for part, expected in whole.items():
         torch.testing.assert_close(halves[part], expected, rtol=1e-4, atol=1e-6)
 

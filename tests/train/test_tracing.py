@@ -123,13 +123,13 @@ def test_a_communicator_does_one_communication_at_a_time(traced: Traced, strateg
                 communication = checked.communications[checked.communication_of[rank][handle]]
                 streams.setdefault(queue_key(checked.program, communication), []).append(event)
         assert streams
-        assert not [pair for each in streams.values() for pair in overlapping(each)]
+        assert not [pair for stream in streams.values() for pair in overlapping(stream)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_members_of_a_collective_are_in_it_at_the_same_time(traced: Traced, strategy: str) -> None:
     checked, measured, _ = traced(strategy)
-    events = {(event.rank, event.op): event for each in measured.timeline.events for event in each}
+    events = {(event.rank, event.op): event for rank_events in measured.timeline.events for event in rank_events}
     for communication in checked.communications:
         parts = [events[rank, op] for rank, _, op in communication.participants]
         if parts[0].kind in COLLECTIVES:
@@ -316,13 +316,13 @@ def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:
         else Executor(proof, rank, job.cut, batches, settings, weights_of=first.state)
         for count, proof in proofs.items()
     }
-    (arena,) = {each.state.arena.whole for each in executors.values()}  # one for all
+    (arena,) = {rank_executor.state.arena.whole for rank_executor in executors.values()}  # one for all
     assert bool(arena.nbytes) == ("arena" in str(job.entry.passes_on(job.ranks)))
     executor = RampedExecutor(executors, run_with(job, Path("nowhere")))
     losses = [[float(figure) for figure in executor.step()] for _ in range(STEPS)]
     assert executor.state.step == STEPS
-    found = (gather_layer(first.state, first.state.kept, layer, 0) for layer in range(model.layers))
-    flats = [flat for flat in found if flat is not None]
+    layers = (gather_layer(first.state, first.state.kept, layer, 0) for layer in range(model.layers))
+    flats = [flat for flat in layers if flat is not None]
     return losses, to_blocks(model, flats) if flats and isinstance(model, CutModel) else flats
 
 
@@ -333,13 +333,14 @@ def test_a_batch_that_grows_is_one_device_s_under_every_plan(ranks: World, name:
     counts = [RAMP.microbatches(step) for step in range(STEPS)]
     assert counts == [2, 2, 6, 4, 4]
     alone = train_reference(job.model, batches_of(job), counts, 0, job.numbers, OPTIMIZER)
-    found = ranks(job.ranks).call(ramped, job)
+    results = ranks(job.ranks).call(ramped, job)
     losses = [
-        [sum(part) for part in zip(*step, strict=True)] for step in zip(*(each for each, _ in found), strict=True)
+        [sum(part) for part in zip(*step, strict=True)]
+        for step in zip(*(rank_losses for rank_losses, _ in results), strict=True)
     ]
     assert [tokens for _, tokens in losses] == [count * 2 * 8 for count in counts]
     assert [total / tokens for total, tokens in losses] == pytest.approx(alone.losses, rel=1e-12)
-    for ours, theirs in zip(found[0][1], alone.weights, strict=True):
+    for ours, theirs in zip(results[0][1], alone.weights, strict=True):
         assert torch.allclose(ours[: len(theirs)], theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()))
 
 

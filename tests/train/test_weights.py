@@ -66,11 +66,11 @@ def saved(rank: int, job: Job, out: Path, shard_bytes: int, config: OptimizerCon
 
 def first_weights(model: Blocks) -> dict[str, Tensor]:
     """All parameters of an untrained model, as one device has them."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for layer in range(model.layers):
         named = named_views(model.layout(layer), initial_weights(model, layer, 0, torch.float32))
-        found |= {f"layers.{layer}.{name}": tensor for name, tensor in named.items()}
-    return found
+        weights |= {f"layers.{layer}.{name}": tensor for name, tensor in named.items()}
+    return weights
 
 
 def read(single: Path) -> dict[str, Tensor]:
@@ -81,14 +81,14 @@ def read(single: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", PLANS)
 def test_one_file_and_several_have_the_weights_of_one_device(ranks: World, tmp_path: Path, name: str) -> None:
     strategy, model = PLANS[name]
-    job, wanted = Job(strategy, 2, 2, model, 2), first_weights(model)
+    job, expected = Job(strategy, 2, 2, model, 2), first_weights(model)
     for folder, shard_bytes in ((tmp_path / "one", 10**9), (tmp_path / "several", 10_000)):
         folder.mkdir()
         assert ranks(2).call(saved, job, folder, shard_bytes) == [[], []]
-        found = read(folder / "weights.safetensors")
-        assert found_equal(found, wanted)
+        weights = read(folder / "weights.safetensors")
+        assert are_equal(weights, expected)
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["weights.safetensors"]
-    assert found_equal(load_file(tmp_path / "one" / "weights.safetensors"), wanted)
+    assert are_equal(load_file(tmp_path / "one" / "weights.safetensors"), expected)
     several = sorted(path.name for path in (tmp_path / "several").iterdir())
     assert several[0] == f"weights-00001-of-{len(several) - 1:05}.safetensors"
     assert several[-1] == "weights.safetensors.index.json"
@@ -96,8 +96,8 @@ def test_one_file_and_several_have_the_weights_of_one_device(ranks: World, tmp_p
     assert set(index["weight_map"].values()) == set(several[:-1])
 
 
-def found_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+def are_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def peaks(rank: int, job: Job, out: Path) -> tuple[dict[str, int], int, int]:
@@ -117,15 +117,15 @@ def peaks(rank: int, job: Job, out: Path) -> tuple[dict[str, int], int, int]:
         "judged": Evaluation(job, checked, rank, CPU, judged, weights_of=state).losses,
         "sampled": lambda: list(ParallelWriter(state, job.model, TokenSampling(), lambda: False).generate([1, 2], 2)),
     }
-    found: dict[str, int] = {}
+    peak_bytes: dict[str, int] = {}
     for name, look in looks.items():
         account = TrackedStorages(state)
         with account.tracking():
             before = account.live()
             look()
-            found[name] = account.peak() - before
+            peak_bytes[name] = account.peak() - before
     blocks = [4 * job.model.layout(block).numel for block in range(job.model.layers)]
-    return found, sum(kept.nbytes for kept in state.kept.values()), max(blocks)
+    return peak_bytes, sum(tensor.nbytes for tensor in state.kept.values()), max(blocks)
 
 
 @pytest.mark.parametrize("ema", sampled([None, 0.9], bool))
@@ -136,11 +136,11 @@ def test_no_rank_has_more_than_its_share_and_one_layer_when_a_run_ends(
     """To judge averages, weights are put aside; zero-3 gathers the next layer while it computes with one."""
     model = GPT(layers=6, hidden_size=64, heads=2, seq_len=4, vocab_size=64)
     strategy = SHARDINGS["tp"] if name == "tp" else name
-    for found, share, layer in ranks(2).call(peaks, Job(strategy, 2, 2, model, 1, ema=ema), tmp_path):
+    for peak_bytes, share, layer in ranks(2).call(peaks, Job(strategy, 2, 2, model, 1, ema=ema), tmp_path):
         aside, computing, activations = share if ema else 0, layer * (2 if name == "zero-3" else 1), layer // 5
-        assert found["saved"] <= aside + layer + layer // 100
-        assert found["judged"] <= aside + computing + activations
-        assert found["sampled"] <= 4 * model.parameter_count // 2 + layer + activations
+        assert peak_bytes["saved"] <= aside + layer + layer // 100
+        assert peak_bytes["judged"] <= aside + computing + activations
+        assert peak_bytes["sampled"] <= 4 * model.parameter_count // 2 + layer + activations
         assert share + computing + activations < 4 * model.parameter_count
 
 
@@ -157,8 +157,8 @@ def saved_in_vain(rank: int, job: Job, out: Path, temporary: Path) -> list[str]:
 def test_no_part_of_weights_is_left_where_one_rank_finds_no_room(ranks: World, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "temporary").mkdir()
-    found = ranks(2).call(saved_in_vain, Job("fsdp", 2, 2, MODEL, 2), tmp_path / "run", tmp_path / "temporary")
-    assert found == [["weights.safetensors"]] * 2
+    names = ranks(2).call(saved_in_vain, Job("fsdp", 2, 2, MODEL, 2), tmp_path / "run", tmp_path / "temporary")
+    assert names == [["weights.safetensors"]] * 2
     assert not list((tmp_path / "run").iterdir())
     assert not list((tmp_path / "temporary").iterdir())
 
@@ -175,15 +175,15 @@ def saved_elsewhere(rank: int, job: Job, out: Path, temporary: Path) -> list[str
 def test_weights_without_room_in_their_folder_go_to_another_one(ranks: World, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     job = Job("fsdp", 2, 2, MODEL, 2, ema=0.9)
-    found = ranks(2).call(saved_elsewhere, job, tmp_path / "gone", tmp_path / "temporary")
-    assert found == [["weights.safetensors", "ema.safetensors"]] * 2
+    names = ranks(2).call(saved_elsewhere, job, tmp_path / "gone", tmp_path / "temporary")
+    assert names == [["weights.safetensors", "ema.safetensors"]] * 2
     weights, averages = (
         read(path.with_name(path.name.removesuffix(".index.json")))
         for name in ("weights", "ema")
         for path in (tmp_path / "temporary").glob(f"*/{name}.safetensors.index.json")
     )
-    assert found_equal(weights, first_weights(MODEL))
-    assert found_equal(averages, weights), "before the first step"
+    assert are_equal(weights, first_weights(MODEL))
+    assert are_equal(averages, weights), "before the first step"
 
 
 def with_a_weight_that_is_no_number(rank: int, job: Job, out: Path) -> list[str]:
@@ -201,8 +201,8 @@ def test_weights_that_are_not_finite_on_some_rank_are_not_written(ranks: World, 
 def new_weights(rank: int, job: Job, out: Path, shard_bytes: int, killed_at: str) -> str:
     """Save other weights than the first, and end as if killed before some file gets its name."""
     state, replace = executor_of(rank, job).state, Path.replace
-    for kept in state.kept.values():
-        kept.add_(1)
+    for tensor in state.kept.values():
+        tensor.add_(1)
 
     def until_killed(path: Path, target: Path) -> Path:
         if target.name == killed_at:
@@ -228,8 +228,8 @@ def test_weights_that_are_saved_again_leave_nothing_of_the_old_ones(
     job = Job("fsdp", 2, 2, MODEL, 2)
     ranks(2).call(saved, job, tmp_path, before)
     ranks(2).call(new_weights, job, tmp_path, after, "")
-    found = read(tmp_path / "weights.safetensors")
-    assert found_equal(found, {name: tensor + 1 for name, tensor in first_weights(MODEL).items()})
+    weights = read(tmp_path / "weights.safetensors")
+    assert are_equal(weights, {name: tensor + 1 for name, tensor in first_weights(MODEL).items()})
     assert {path.name for path in tmp_path.iterdir()} == {
         *(path.name for path in weight_files(tmp_path / "weights.safetensors")),
         *(["weights.safetensors.index.json"] if after < 10**9 else []),
@@ -263,6 +263,6 @@ def saved_on_a_failing_disk(rank: int, job: Job, out: Path, fails: str) -> list[
 
 @pytest.mark.parametrize("fails", ["at once", "on one rank, at the last"])
 def test_a_disk_that_cannot_be_written_ends_no_rank_in_an_error(ranks: World, tmp_path: Path, fails: str) -> None:
-    found = ranks(2).call(saved_on_a_failing_disk, Job("fsdp", 2, 2, MODEL, 2), tmp_path, fails)
-    assert found == [["weights.safetensors"]] * 2
+    names = ranks(2).call(saved_on_a_failing_disk, Job("fsdp", 2, 2, MODEL, 2), tmp_path, fails)
+    assert names == [["weights.safetensors"]] * 2
     assert not list(tmp_path.iterdir())

@@ -44,7 +44,7 @@ def trained(
     for _ in range(3):
         executor.step()
     state = executor.state
-    found = (gather_layer(state, state.kept, layer, 0) for layer in range(cut.layers))
-    flats = [flat for flat in found if flat is not None]
+    layers = (gather_layer(state, state.kept, layer, 0) for layer in range(cut.layers))
+    flats = [flat for flat in layers if flat is not None]
     copies = [tensor.clone() for (layer, _), tensor in state.kept.items() if layer == 0]
     return copies[0] if copies else None, to_blocks(cut, flats) if flats else None

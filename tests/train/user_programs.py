@@ -56,8 +56,8 @@ async def zero_2(rank: Rank) -> None:
             accumulate(rank, l, await rank.reduce_scatter(backward(rank, l, rank.weights[l])))
     coming = {}
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
-        rank.weights["new", l], rank.opt_states[l] = made
+        new_values = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        rank.weights["new", l], rank.opt_states[l] = new_values
         coming[l] = rank.all_gather(rank.weights["new", l])
     for l in reversed(rank.layers):
         rank.weights[l] = await coming[l]
@@ -104,8 +104,8 @@ async def split(rank: Rank) -> None:
     for m in rank.share():
         forward(rank, [m])
         for l in reversed(rank.layers):
-            given = rank.activations[l], rank.grad_activations[l + 1]
-            rank.grad_activations[l] = rank.backward_input(l, *given, rank.weights[l])
+            inputs = rank.activations[l], rank.grad_activations[l + 1]
+            rank.grad_activations[l] = rank.backward_input(l, *inputs, rank.weights[l])
         for l in rank.layers:
             accumulate(rank, l, rank.backward_weight(l, rank.activations.pop(l), rank.grad_activations.pop(l + 1)))
         del rank.grad_activations[0]
@@ -135,8 +135,8 @@ async def _split_fsdp(rank: Rank, *, save: bool) -> None:
         rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
         for l in reversed(rank.layers):
             full = await rank.all_gather(rank.weights[l])
-            given = rank.activations[l], rank.grad_activations[l + 1]
-            rank.grad_activations[l] = rank.backward_input(l, *given, full)
+            inputs = rank.activations[l], rank.grad_activations[l + 1]
+            rank.grad_activations[l] = rank.backward_input(l, *inputs, full)
         for l in reversed(rank.layers):
             accumulate(rank, l, rank.backward_weight(l, rank.activations.pop(l), rank.grad_activations.pop(l + 1)))
     for l in rank.layers:
@@ -169,15 +169,15 @@ async def split_pipeline(rank: Rank) -> None:
         if not last:
             rank.grad_activations[stage[-1] + 1, m] = await rank.recv(source=rank.index + 1)
         for l in reversed(stage):
-            given = rank.activations[l, m], rank.grad_activations[l + 1, m]
-            rank.grad_activations[l, m] = rank.backward_input(l, *given, rank.weights[l])
+            inputs = rank.activations[l, m], rank.grad_activations[l + 1, m]
+            rank.grad_activations[l, m] = rank.backward_input(l, *inputs, rank.weights[l])
         below = rank.grad_activations.pop((stage[0], m))
         if rank.index:
             await rank.send(below, to=rank.index - 1)
     for m in reversed(rank.microbatches):
         for l in stage:
-            given = rank.activations.pop((l, m)), rank.grad_activations.pop((l + 1, m))
-            accumulate(rank, l, rank.backward_weight(l, *given))
+            inputs = rank.activations.pop((l, m)), rank.grad_activations.pop((l + 1, m))
+            accumulate(rank, l, rank.backward_weight(l, *inputs))
     for l in stage:
         part = rank.norm(l, rank.grad_weights[l])
         rank.scalars[0] = rank.scalars[0] + part if 0 in rank.scalars else part

@@ -329,18 +329,18 @@ def sharded_pipelines() -> Iterator[Case]:
 
     Each schedule meets two shardings of two ranks, so that these come round; those of four ranks have no pipeline.
     """
-    found = {
+    cases = {
         (case.row, case.column, case.microbatches // case.strategy.data_ranks): case
         for case in CASES
         if isinstance(case.strategy, Plan)
     }
     two, four = ([name for name, plan in SHARDINGS.items() if plan.mesh.world == count] for count in (2, 4))
     for i, row in enumerate(PIPELINES):
-        for each in (3, 2 if i % 2 else 4):
-            yield found[row, two[(3 * i + each) % len(two)], each]
+        for microbatches in (3, 2 if i % 2 else 4):
+            yield cases[row, two[(3 * i + microbatches) % len(two)], microbatches]
     for i, column in enumerate(four):
-        yield found[NO_PIPELINE, column, 2 + i % 3]
-    yield found["zb-v", "hsdp", 3]
+        yield cases[NO_PIPELINE, column, 2 + i % 3]
+    yield cases["zb-v", "hsdp", 3]
 
 
 def verified(case: Case, shows: str) -> Verified:

@@ -66,13 +66,13 @@ def states_of(job: Job, optimizer: OptimizerConfig | None = None) -> list[State]
         return torch.full((sum(stop - start for start, stop in ranges),), torch.nan, dtype=dtype)
 
     settings = Settings(job.seed, job.numbers, optimizer=optimizer or OptimizerConfig(), initial=nothing)
-    found = [
+    states = [
         State(checked, rank, model, job.micro_batch_size, settings, None) for rank in range(len(checked.program.tapes))
     ]
-    for state in found:  # as the executor's instructions do
+    for state in states:  # as the executor's instructions do
         for key in slices_of(checked, state.rank, OpKind.UPDATE):
             state.optimizer(*key)
-    return found
+    return states
 
 
 def fill(states: list[State]) -> list[State]:
@@ -80,16 +80,16 @@ def fill(states: list[State]) -> list[State]:
     for state in states:
         for key in slices_of(state.checked, state.rank, OpKind.UPDATE):
             state.optimizer(*key).make_moments(3)
-        for each in kept_ranges(state):
-            each.tensor.detach().copy_(known(state, each))
+        for piece in kept_ranges(state):
+            piece.tensor.detach().copy_(known(state, piece))
         state.step = 3
     return states
 
 
-def known(state: State, each: KeptRange) -> Tensor:
+def known(state: State, piece: KeptRange) -> Tensor:
     """Return the values that fill a range."""
-    length, dtype = state.shapes.flat[each.layer], each.tensor.dtype
-    return read_range(Known(each.kind), state.model, each.layer, length, each.start, each.stop, dtype)
+    length, dtype = state.shapes.flat[piece.layer], piece.tensor.dtype
+    return read_range(Known(piece.kind), state.model, piece.layer, length, piece.start, piece.stop, dtype)
 
 
 def saved(states: list[State], run: Path, disk: Disk | None = None) -> Checkpoint:

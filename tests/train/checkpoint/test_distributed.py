@@ -58,17 +58,17 @@ def test_torch_loads_what_is_written_and_any_part_is_read(
     tensors = {f"t{at}.weight": torch.randn(shape).to(dtype) for at, shape in enumerate(shapes)}
     with tempfile.TemporaryDirectory() as name:
         folder = written(Path(name, "dcp"), tensors, shard_bytes)
-        loaded = {each: torch.empty_like(tensor) for each, tensor in tensors.items()}
+        loaded = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
         load(loaded, checkpoint_id=folder, no_dist=True)
         files = DistributedFiles(folder)
         assert files.names == tensors.keys()
-        for each, tensor in tensors.items():
+        for key, tensor in tensors.items():
             ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in tensor.shape]
             part = tuple(slice(*pair) for pair in ends)
-            assert torch.equal(loaded[each], tensor)
-            assert torch.equal(files.read(each), tensor)
-            assert torch.equal(files.read(each, *part), tensor[part])
-            assert (files.shape(each), files.dtype(each)) == (tuple(tensor.shape), dtype)
+            assert torch.equal(loaded[key], tensor)
+            assert torch.equal(files.read(key), tensor)
+            assert torch.equal(files.read(key, *part), tensor[part])
+            assert (files.shape(key), files.dtype(key)) == (tuple(tensor.shape), dtype)
 
 
 class Block(nn.Module):
@@ -105,7 +105,7 @@ def saved_by_fsdp(rank: int, model: Llama, folder: Path) -> dict[str, Tensor]:
     whole = Decoder(model)
     for parameter in whole.parameters():
         nn.init.normal_(parameter)
-    weights = {name: each.detach().clone() for name, each in whole.named_parameters()}
+    weights = {name: tensor.detach().clone() for name, tensor in whole.named_parameters()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in whole.layers.values():
         fully_shard(block, mesh=mesh)
@@ -114,7 +114,7 @@ def saved_by_fsdp(rank: int, model: Llama, folder: Path) -> dict[str, Tensor]:
     for parameter in whole.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    weights = {name: each.full_tensor() for name, each in whole.state_dict().items()}  # decayed by the step
+    weights = {name: tensor.full_tensor() for name, tensor in whole.state_dict().items()}  # decayed by the step
     moments = {
         f"state.{name}.exp_avg": optimizer.state[parameter]["exp_avg"] for name, parameter in whole.named_parameters()
     }
@@ -135,7 +135,7 @@ def loaded_by_fsdp(rank: int, model: Llama, folder: Path) -> dict[str, Tensor]:
     state = sharded.state_dict()
     load(state, checkpoint_id=folder)
     sharded.load_state_dict(state)
-    return {name: each.full_tensor().detach() for name, each in sharded.state_dict().items()}
+    return {name: tensor.full_tensor().detach() for name, tensor in sharded.state_dict().items()}
 
 
 def parts_of(model: Llama, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -166,9 +166,9 @@ def test_a_checkpoint_of_fsdp_on_two_ranks_comes_in_and_goes_back(ranks: World, 
     source = open_source(tmp_path / "dcp", lambda _, source: MODEL)
     assert source.left_out == ("optimizer", "lr_scheduler", "train_state")
     convert_weights(source, tmp_path / "run", "shardlab")
-    found, wanted = load_file(tmp_path / "run" / "weights.safetensors"), parts_of(MODEL, weights)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    read_weights, expected = load_file(tmp_path / "run" / "weights.safetensors"), parts_of(MODEL, weights)
+    assert read_weights.keys() == expected.keys()
+    assert all(torch.equal(read_weights[name], expected[name]) for name in expected)
     convert_weights(open_source(tmp_path / "run"), tmp_path / "back", "dcp", shard_bytes=3000)
     for loaded in ranks(2).call(loaded_by_fsdp, MODEL, tmp_path / "back"):
         assert loaded.keys() == weights.keys()

@@ -85,12 +85,12 @@ def want_each_read(states: dict[str, list[State]], writer: str, readers: list[st
     checkpoint = saved(fill(states[writer]), folder)
     for reader in readers:
         for state in states[reader]:
-            for each in kept_ranges(state):
-                each.tensor.detach().fill_(torch.nan)
+            for piece in kept_ranges(state):
+                piece.tensor.detach().fill_(torch.nan)
             read = checkpoint.restore(state)
-            assert read <= 1.1 * sum(each.tensor.nbytes for each in kept_ranges(state))
-            for each in kept_ranges(state):
-                assert torch.equal(each.tensor, known(state, each)), (each.kind, each.layer, each.start)
+            assert read <= 1.1 * sum(piece.tensor.nbytes for piece in kept_ranges(state))
+            for piece in kept_ranges(state):
+                assert torch.equal(piece.tensor, known(state, piece)), (piece.kind, piece.layer, piece.start)
             assert (state.step, updates_of(state)) in ((3, 3), (3, 0))
 
 
@@ -112,13 +112,13 @@ def test_checkpoints_of_each_plan_are_read_by_it_and_by_others(writer: str, tmp_
     want_each_read(states(), writer, readers, tmp_path)
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_other_models_numbers_and_optimizers_are_read_under_every_plan_too(what: str, tmp_path: Path) -> None:
-    model, plans, precision, optimizer = OTHERS[what]
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_models_numbers_and_optimizers_are_read_under_every_plan_too(case: str, tmp_path: Path) -> None:
+    model, plans, precision, optimizer = OTHERS[case]
     jobs = {name: Job(strategy, ranks, 12, model, 2, precision) for name, (strategy, ranks) in plans.items()}
-    made = {name: states_of(job, OptimizerConfig(**optimizer)) for name, job in jobs.items()}
-    for writer, reader in zip(made, [*list(made)[1:], *made], strict=False):
-        want_each_read(made, writer, [writer, reader], tmp_path / writer)
+    states = {name: states_of(job, OptimizerConfig(**optimizer)) for name, job in jobs.items()}
+    for writer, reader in zip(states, [*list(states)[1:], *states], strict=False):
+        want_each_read(states, writer, [writer, reader], tmp_path / writer)
 
 
 def test_a_rank_of_four_reads_a_quarter(tmp_path: Path) -> None:
@@ -167,16 +167,16 @@ def gone_on(ranks: World, tmp_path: Path, one: Job, other: Job) -> tuple[list[fl
 def test_another_plan_goes_on_to_rounding(one: str, other: str, ranks: World, tmp_path: Path) -> None:
     """The one that the suite runs goes on with another number of data-parallel ranks."""
     jobs = [Job(*OTHER_PLANS_PLANS[name], 4, SMALL, 2, "fp64") for name in (one, other)]
-    found, wanted = gone_on(ranks, tmp_path, *jobs)
-    assert found == pytest.approx(wanted, rel=1e-12)
-    assert found[:4] == wanted[:4]
+    losses, expected = gone_on(ranks, tmp_path, *jobs)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert losses[:4] == expected[:4]
 
 
 @pytest.mark.parametrize(("one", "other"), [("fp32", "bf16"), ("bf16", "fp32")])
 def test_other_numbers_go_on_to_their_rounding(one: str, other: str, ranks: World, tmp_path: Path) -> None:
     jobs = [Job("zero-3", 2, 4, SMALL, 2, precision) for precision in (one, other)]
-    found, wanted = gone_on(ranks, tmp_path, *jobs)
-    assert found == pytest.approx(wanted, rel=2e-2 if "bf16" in (one, other) else 1e-5)
+    losses, expected = gone_on(ranks, tmp_path, *jobs)
+    assert losses == pytest.approx(expected, rel=2e-2 if "bf16" in (one, other) else 1e-5)
 
 
 # A run that is resumed ends as one that was never interrupted, to the last bit.
@@ -214,7 +214,7 @@ SAME: dict[str, tuple[str | Plan, int, dict[str, Any], dict[str, Any]]] = {
 
 def want_same(
     world: Ranks,
-    made: Job,
+    job: Job,
     settings: OptimizerConfig,
     folder: Path,
     ramp: str | None = None,
@@ -222,18 +222,18 @@ def want_same(
 ) -> Checkpoint:
     """A run that goes on after 4 of its 5 steps ends as the one that was not interrupted; returns its end."""
     whole, again = folder / "whole", folder / "again"
-    world.call(train, saving_run(made, whole, optimizer=settings, ramp=ramp))
+    world.call(train, saving_run(job, whole, optimizer=settings, ramp=ramp))
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "step-000005")
     (again / "weights.safetensors").unlink()
-    world.call(train, saving_run(made, again, again / "checkpoints" / "step-000004", settings, ramp))
+    world.call(train, saving_run(job, again, again / "checkpoints" / "step-000004", settings, ramp))
     assert losses(again) == losses(whole)
     mine, its = (Checkpoint.open(run / "checkpoints" / "step-000005").verify() for run in (again, whole))
     assert mine.threads == torch.get_num_threads()
     assert mine.files == its.files
     assert mine.state == its.state
-    found, wanted = (load_file(run / "weights.safetensors") for run in (again, whole))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    weights, expected = (load_file(run / "weights.safetensors") for run in (again, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
     return mine
 
 
@@ -246,8 +246,8 @@ SAMPLE = {"single", "tp", "1f1b", "states on the disk", "weights on the disk", "
 @pytest.mark.parametrize("name", sampled(SAME, SAMPLE.__contains__))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, ranks: World, tmp_path: Path) -> None:
     strategy, world, job, optimizer = SAME[name]
-    made = replace(Job(TP if strategy == "tp" else strategy, world, 4, SMALL, 2), **job)
-    want_same(ranks(world), made, OptimizerConfig(schedule_steps=STEPS, warmup_steps=1, **optimizer), tmp_path)
+    full_job = replace(Job(TP if strategy == "tp" else strategy, world, 4, SMALL, 2), **job)
+    want_same(ranks(world), full_job, OptimizerConfig(schedule_steps=STEPS, warmup_steps=1, **optimizer), tmp_path)
 
 
 def test_a_batch_that_grows_goes_on_growing(ranks: World, tmp_path: Path) -> None:
@@ -270,9 +270,9 @@ def trained_with_kernels_of_its_own(rank: int, run: TrainingRun) -> None:
 
 
 def test_a_run_goes_on_with_the_kernels_that_it_has_chosen(ranks: World, tmp_path: Path) -> None:
-    made = Job("1f1b", 2, 4, replace(SMALL, hidden_size=128), 2)
+    job = Job("1f1b", 2, 4, replace(SMALL, hidden_size=128), 2)
     settings = OptimizerConfig(schedule_steps=STEPS, warmup_steps=1)
-    end = want_same(ranks(2), made, settings, tmp_path, train=trained_with_kernels_of_its_own)
+    end = want_same(ranks(2), job, settings, tmp_path, train=trained_with_kernels_of_its_own)
     shapes = {(3 * 128, 128), (128, 128), (4 * 128, 128), (128, 4 * 128), (256, 128)}
     assert end.products == {
         Product(2 * SMALL.seq_len, inputs, outputs, has_bias and not backward, backward): backward

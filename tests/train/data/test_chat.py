@@ -87,10 +87,10 @@ def test_special_tokens_of_an_older_folder_stand_in_a_map(tmp_path: Path) -> Non
 
 
 def test_the_plain_template_begins_as_every_text_does(tmp_path: Path) -> None:
-    made = HuggingFace(byte_fallback(["is"], bos=True).to_str().encode())
-    assert chat_template(tmp_path, made).begin == made.begin == (1,)
+    tokenizer = HuggingFace(byte_fallback(["is"], bos=True).to_str().encode())
+    assert chat_template(tmp_path, tokenizer).begin == tokenizer.begin == (1,)
     config(tmp_path, chat_template=CHATML)
-    assert chat_template(tmp_path, made).begin == ()
+    assert chat_template(tmp_path, tokenizer).begin == ()
 
 
 def test_an_answer_ends_with_any_token_that_the_folder_calls_an_end(tmp_path: Path) -> None:

@@ -25,33 +25,33 @@ def lines(tmp_path: Path) -> Path:
     return tmp_path / "a.jsonl"
 
 
-def all_of(given: Corpus) -> list[int]:
-    return [*given.training.runs[0].tokens.tolist(), *given.validation.runs[0].tokens.tolist()]
+def all_of(corpus: Corpus) -> list[int]:
+    return [*corpus.training.runs[0].tokens.tolist(), *corpus.validation.runs[0].tokens.tolist()]
 
 
 def test_documents_of_a_file_are_those_that_prepare_makes(lines: Path, tmp_path: Path) -> None:
     for number, tokenizer in enumerate((ByteTokenizer(), LLAMA)):
-        found = Corpus.open([DataSource(lines)], 8, tokenizer=tokenizer)
+        corpus = Corpus.open([DataSource(lines)], 8, tokenizer=tokenizer)
         folder = prepare([Input.from_path(lines, None, "text")], tmp_path / f"out{number}", tokenizer).folder
-        wanted = Corpus.open([DataSource(folder)], 8)
-        for mine, theirs in ((found.training, wanted.training), (found.validation, wanted.validation)):
+        expected = Corpus.open([DataSource(folder)], 8)
+        for mine, theirs in ((corpus.training, expected.training), (corpus.validation, expected.validation)):
             assert mine.runs[0].tokens.tolist() == theirs.runs[0].tokens.tolist()
             assert mine.runs[0].starts.tolist() == theirs.runs[0].starts.tolist()
             assert np.array_equal(mine.runs[0].sizes, theirs.runs[0].sizes)  # pyright: ignore[reportArgumentType]
-        tokens, about = f"{len(all_of(found)):,} tokens", f"{tokenizer.kind}, {tokenizer.vocab_size} tokens"
-        assert found.notes == (f"{lines}: 40 documents, {tokens} ({about})",)
+        tokens, about = f"{len(all_of(corpus)):,} tokens", f"{tokenizer.kind}, {tokenizer.vocab_size} tokens"
+        assert corpus.notes == (f"{lines}: 40 documents, {tokens} ({about})",)
 
 
 def test_without_a_tokenizer_the_bytes_of_documents_are_tokens_but_not_those_around_them(lines: Path) -> None:
-    found = Corpus.open([DataSource(lines)], 8)
-    assert bytes(all_of(found)) == "".join(TEXTS).encode()
-    assert found.training.runs[0].documents == 36
+    corpus = Corpus.open([DataSource(lines)], 8)
+    assert bytes(all_of(corpus)) == "".join(TEXTS).encode()
+    assert corpus.training.runs[0].documents == 36
 
 
 def test_a_text_becomes_tokens_of_the_model_s_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("is it so? " * 50)
-    found = Corpus.open([DataSource(tmp_path / "a.txt")], 8, tokenizer=LLAMA)
-    assert all_of(found) == [1, *LLAMA.encode([b"is it so? " * 50])[0].tolist()]
+    corpus = Corpus.open([DataSource(tmp_path / "a.txt")], 8, tokenizer=LLAMA)
+    assert all_of(corpus) == [1, *LLAMA.encode([b"is it so? " * 50])[0].tolist()]
     assert Corpus.open([DataSource(tmp_path / "a.txt")], 8, tokenizer=ByteTokenizer()).notes == ()
 
 
@@ -72,8 +72,8 @@ def test_tokens_of_unknown_meaning_are_refused_with_a_way_to_say_it(tmp_path: Pa
         UserError, match=r"train.bin has tokens, not a text; name their tokenizer .* --tokenizer gpt2 --out"
     ):
         Corpus.open([DataSource(tmp_path / "train.bin")], 8)
-    found = Corpus.open([DataSource(tmp_path / "train.bin")], 8, tokenizer=LLAMA)
-    assert all_of(found) == list(range(200))
+    corpus = Corpus.open([DataSource(tmp_path / "train.bin")], 8, tokenizer=LLAMA)
+    assert all_of(corpus) == list(range(200))
 
 
 def test_a_large_file_is_to_be_prepared_once(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +83,10 @@ def test_a_large_file_is_to_be_prepared_once(lines: Path, monkeypatch: pytest.Mo
 
 
 def test_documents_of_an_iterable_are_a_corpus() -> None:
-    found = Corpus.encode(Documents(TEXTS, "mine"), LLAMA, seq_len=16, validation=0.25)
-    assert found.training.runs[0].documents == 30
-    assert found.record()[0]["source"] == "mine"
-    same, other = (Corpus.encode(Documents(each), LLAMA, seq_len=16) for each in (TEXTS, TEXTS[1:]))
+    corpus = Corpus.encode(Documents(TEXTS, "mine"), LLAMA, seq_len=16, validation=0.25)
+    assert corpus.training.runs[0].documents == 30
+    assert corpus.record()[0]["source"] == "mine"
+    same, other = (Corpus.encode(Documents(texts), LLAMA, seq_len=16) for texts in (TEXTS, TEXTS[1:]))
     assert same.identity == Corpus.encode(Documents(iter(TEXTS)), LLAMA, seq_len=16).identity != other.identity
     with pytest.raises(UserError, match="mine has 10 tokens but 34 are needed: 17 in the training part"):
         Corpus.encode(Documents([list(range(10))], "mine"), LLAMA, seq_len=16)
@@ -96,7 +96,7 @@ def test_documents_of_an_iterable_are_a_corpus() -> None:
 
 def test_dropped_characters_are_noted() -> None:
     letters = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
-    found = Corpus.encode(Documents(["a bad öd"] * 20, "mine"), letters, seq_len=4)
-    assert found.notes[1].startswith(
+    corpus = Corpus.encode(Documents(["a bad öd"] * 20, "mine"), letters, seq_len=4)
+    assert corpus.notes[1].startswith(
         "mine: the tokenizer has no token for 20 characters of the text, which are dropped"
     )

@@ -37,15 +37,15 @@ def parquet_of(path: Path, columns: dict[str, Sequence[object]]) -> Path:
 
 
 def documents_of(path: Path, field: str = "text") -> list[bytes]:
-    found: list[bytes] = []
+    texts: list[bytes] = []
     text = b""
     for piece in Input.from_path(path, None, field).pieces():
         text += piece.text
         if piece.ends:
-            found.append(text)
+            texts.append(text)
             text = b""
     assert not text
-    return found
+    return texts
 
 
 @pytest.mark.parametrize("text", ["", "a", "line\n" * 9, "no line ends here " * 9, "ä€\U0001f41f" * 20])

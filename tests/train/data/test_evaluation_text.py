@@ -23,7 +23,7 @@ BYTE_LEVEL = HuggingFace(tokenizer_files.byte_level().to_str().encode())
 
 
 def jsonl(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     return path
 
 
@@ -110,7 +110,7 @@ def test_every_target_of_many_documents_is_there_once(tmp_path: Path) -> None:
     documents = ["".join(generator.choices("abcdefgh", k=generator.randrange(40))) for _ in range(60)]
     text = read_eval_text(jsonl(tmp_path / "a.jsonl", documents), BYTES, 7)
     joined = b"".join(targets for _, targets in read(text))
-    assert joined == "".join(each[1:] for each in documents).encode()
+    assert joined == "".join(document[1:] for document in documents).encode()
     assert text.bytes(len(text)) == len(joined)
 
 
@@ -119,15 +119,17 @@ def test_a_document_that_begins_within_a_character_counts_its_other_bytes(tmp_pa
     texts = ["漢字です", "日本", "€5", "🐟"]
     tokenizer = HuggingFace(tokenizer_files.byte_level().to_str().encode())
     text = read_eval_text(jsonl(tmp_path / "a.jsonl", texts), tokenizer, 64)
-    assert text.bytes(len(text)) == sum(len(each.encode()) - 1 for each in texts)
-    assert int(text.lengths(len(text)).sum()) == sum(len(each.encode()) for each in texts), "and the end of each"
+    assert text.bytes(len(text)) == sum(len(document.encode()) - 1 for document in texts)
+    assert int(text.lengths(len(text)).sum()) == sum(len(document.encode()) for document in texts), (
+        "and the end of each"
+    )
 
 
 def test_after_begin_tokens_all_text_of_a_document_is_predicted(tmp_path: Path) -> None:
     texts = ["is it 漢", "it"]
     tokenizer = HuggingFace(tokenizer_files.byte_fallback(["is", "it"], bos=True).to_str().encode())
     text = read_eval_text(jsonl(tmp_path / "a.jsonl", texts), tokenizer, 64)
-    assert text.bytes(len(text)) == sum(len(each.encode()) for each in texts)
+    assert text.bytes(len(text)) == sum(len(document.encode()) for document in texts)
     assert text.cut(np.arange(2))[0][:, 0].tolist() == [1, 1]
 
 

@@ -43,11 +43,11 @@ def text_of(prepared: PreparedFolder) -> bytes:
 
 def test_a_text_comes_back_from_its_folder_alone(text: Input, tmp_path: Path) -> None:
     for name, bpe in (("chars", None), ("bytes", None), ("bytes", 270)):
-        made = prepare([text], tmp_path / f"{name}{bpe}", name, bpe)
-        shutil.move(made.folder, tmp_path / "moved")
-        found = PreparedFolder.open(tmp_path / "moved")
-        found.verify()
-        assert text_of(found) == TEXT.encode()
+        folder = prepare([text], tmp_path / f"{name}{bpe}", name, bpe)
+        shutil.move(folder.folder, tmp_path / "moved")
+        moved = PreparedFolder.open(tmp_path / "moved")
+        moved.verify()
+        assert text_of(moved) == TEXT.encode()
         shutil.rmtree(tmp_path / "moved")
 
 
@@ -62,45 +62,45 @@ def test_the_split_is_that_of_nanogpt(text: Input, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("characters", "dtype"), [(256, "uint8"), (257, "uint16"), (65_537, "uint32")])
 def test_tokens_have_as_few_bytes_as_the_vocabulary_allows(characters: int, dtype: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(map(chr, range(0x10000, 0x10000 + characters))))
-    made = prepare([Input(tmp_path / "a.txt", "text")], tmp_path / "out", "chars")
-    assert made.manifest.dtype == dtype
-    tokens = np.concatenate([made.run("training").tokens, made.run("validation").tokens])
+    folder = prepare([Input(tmp_path / "a.txt", "text")], tmp_path / "out", "chars")
+    assert folder.manifest.dtype == dtype
+    tokens = np.concatenate([folder.run("training").tokens, folder.run("validation").tokens])
     assert tokens.tolist() == list(range(characters))
 
 
 def test_documents_begin_where_the_manifest_says_and_are_not_split(tmp_path: Path) -> None:
     texts = [f"{number}" * (5 + number) for number in range(9)]
-    made = prepare([lines_of(tmp_path / "a.jsonl", [*texts, ""])], tmp_path / "out", validation=0.25)
+    folder = prepare([lines_of(tmp_path / "a.jsonl", [*texts, ""])], tmp_path / "out", validation=0.25)
     sizes = [len(text) for text in texts]
     ends = np.cumsum(sizes).tolist()
-    cut = made.manifest.training.tokens
+    cut = folder.manifest.training.tokens
     assert cut in ends
-    assert made.run("training").starts.tolist() == [end for end in ends if end < cut]
-    assert made.run("validation").starts.tolist() == [end - cut for end in ends if cut < end < ends[-1]]
-    assert made.manifest.training.documents + made.manifest.validation.documents == len(texts)
+    assert folder.run("training").starts.tolist() == [end for end in ends if end < cut]
+    assert folder.run("validation").starts.tolist() == [end - cut for end in ends if cut < end < ends[-1]]
+    assert folder.manifest.training.documents + folder.manifest.validation.documents == len(texts)
 
 
 def test_documents_end_with_the_tokenizers_own_token(tmp_path: Path) -> None:
-    made = prepare([lines_of(tmp_path / "a.jsonl", ["aa", "bb", "cc", "dd"])], tmp_path / "out", train_bpe=257)
-    end = made.manifest.end
-    run = made.run("training")
+    folder = prepare([lines_of(tmp_path / "a.jsonl", ["aa", "bb", "cc", "dd"])], tmp_path / "out", train_bpe=257)
+    end = folder.manifest.end
+    run = folder.run("training")
     assert [int(run.tokens[start - 1]) for start in run.starts] == [end] * len(run.starts)
-    assert text_of(made) == b"aa<|endoftext|>bb<|endoftext|>cc<|endoftext|>dd<|endoftext|>"
+    assert text_of(folder) == b"aa<|endoftext|>bb<|endoftext|>cc<|endoftext|>dd<|endoftext|>"
 
 
 def test_many_small_documents_and_several_files_are_read_in_order(tmp_path: Path) -> None:
     texts = [str(number) for number in range(3000)]
     inputs = [lines_of(tmp_path / "a.jsonl", texts[:2000]), lines_of(tmp_path / "b.jsonl", texts[2000:])]
-    made = prepare(inputs, tmp_path / "out", "chars")
-    assert text_of(made) == "".join(texts).encode()
-    assert made.manifest.sources == ("a.jsonl", "b.jsonl")
+    folder = prepare(inputs, tmp_path / "out", "chars")
+    assert text_of(folder) == "".join(texts).encode()
+    assert folder.manifest.sources == ("a.jsonl", "b.jsonl")
 
 
 def test_progress_reaches_the_whole_input(tmp_path: Path) -> None:
     inputs = [lines_of(tmp_path / f"{name}.jsonl", ["abc"] * 5) for name in "ab"]
     said: list[tuple[str, int]] = []
     prepare(inputs, tmp_path / "out", "chars", progress=lambda doing, done: said.append((doing, done)))
-    total = sum(each.size for each in inputs)
+    total = sum(source.size for source in inputs)
     assert {("vocabulary", total), ("tokens", total)} <= set(said)
 
 
@@ -199,18 +199,18 @@ def test_an_unknown_tokenizer_is_refused_with_the_nearest(text: Input, tmp_path:
 
 
 def test_a_torn_file_is_refused_by_its_size_or_its_checksum(text: Input, tmp_path: Path) -> None:
-    made = prepare([text], tmp_path / "out", "chars")
-    path = made.folder / "training.bin"
+    prepared = prepare([text], tmp_path / "out", "chars")
+    path = prepared.folder / "training.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(UserError, match=r"training.bin has 1,934 bytes, not 1,935: the data are incomplete"):
-        PreparedFolder.open(made.folder)
+        PreparedFolder.open(prepared.folder)
     path.write_bytes(whole[:-1] + b"\1")
     with pytest.raises(UserError, match=r"training.bin has another checksum than its manifest says"):
-        Corpus.open([DataSource(made.folder)], 8, verify=True)
+        Corpus.open([DataSource(prepared.folder)], 8, verify=True)
     path.unlink()
     with pytest.raises(UserError, match=r"training.bin is missing"):
-        PreparedFolder.open(made.folder)
+        PreparedFolder.open(prepared.folder)
 
 
 @pytest.mark.parametrize(
@@ -235,15 +235,15 @@ def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sequence_longer_than_the_data_is_refused(text: Input, tmp_path: Path) -> None:
-    made = prepare([text], tmp_path / "out")
+    prepared = prepare([text], tmp_path / "out")
     with pytest.raises(UserError, match=r"out has 215 tokens for validation but 301 are needed"):
-        Corpus.open([DataSource(made.folder)], 300)
+        Corpus.open([DataSource(prepared.folder)], 300)
 
 
 def test_documents_of_one_token_each_teach_nothing(tmp_path: Path) -> None:
-    made = prepare([lines_of(tmp_path / "a.jsonl", list("abcdefghij" * 4))], tmp_path / "out")
+    prepared = prepare([lines_of(tmp_path / "a.jsonl", list("abcdefghij" * 4))], tmp_path / "out")
     with pytest.raises(UserError, match="every document for training has one token"):
-        Corpus.open([DataSource(made.folder)], 2)
+        Corpus.open([DataSource(prepared.folder)], 2)
 
 
 def test_a_model_must_know_all_tokens(text: Input, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_sources_must_have_one_tokenizer(text: Input, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"bytes has another tokenizer \(bytes, 256 tokens\) than .*chars \(chars, 18"):
         Corpus.open(parse_sources([f"{a}:0.5", f"{b}:0.5"]), 8)
     mixed = Corpus.open(parse_sources([f"{b}:0.5", f"{text.path}:0.5"]), 8)  # a file is its bytes
-    assert [each["share"] for each in mixed.record()] == [0.5, 0.5]
+    assert [row["share"] for row in mixed.record()] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -295,23 +295,25 @@ def test_a_table_of_paths_and_weights_is_the_same_as_words(text: Input) -> None:
 def test_bytes_of_each_document_s_text_are_kept(tmp_path: Path) -> None:
     """Also where a document is cut in two, in which a character may be."""
     texts = ["ä" * 40, "b", "€" * 30]
-    made = prepare([lines_of(tmp_path / "a.jsonl", texts)], tmp_path / "out", train_bpe=257, validation=0.2)
-    sizes = [made.run(part).sizes for part in ("training", "validation")]
-    assert sum(int(each.sum()) for each in sizes if each is not None) == sum(len(text.encode()) for text in texts)
-    cut = made.run("validation").sizes
+    folder = prepare([lines_of(tmp_path / "a.jsonl", texts)], tmp_path / "out", train_bpe=257, validation=0.2)
+    sizes = [folder.run(part).sizes for part in ("training", "validation")]
+    assert sum(int(part_sizes.sum()) for part_sizes in sizes if part_sizes is not None) == sum(
+        len(text.encode()) for text in texts
+    )
+    cut = folder.run("validation").sizes
     assert cut is not None
-    assert cut.tolist() == [made.manifest.validation.tokens - 1], "a token is a byte, and the end of a document none"
+    assert cut.tolist() == [folder.manifest.validation.tokens - 1], "a token is a byte, and the end of a document none"
 
 
 def test_a_folder_without_sizes_is_read_as_before(text: Input, tmp_path: Path) -> None:
-    made = prepare([text], tmp_path / "out")
-    manifest = json.loads((made.folder / MANIFEST).read_text())
+    prepared = prepare([text], tmp_path / "out")
+    manifest = json.loads((prepared.folder / MANIFEST).read_text())
     for name in ("training.sizes.bin", "validation.sizes.bin"):
-        (made.folder / name).unlink()
+        (prepared.folder / name).unlink()
         del manifest["files"][name]
     del manifest["largest"], manifest["lost"]
-    (made.folder / MANIFEST).write_text(json.dumps(manifest))
-    run = PreparedFolder.open(made.folder).run("training")
+    (prepared.folder / MANIFEST).write_text(json.dumps(manifest))
+    run = PreparedFolder.open(prepared.folder).run("training")
     assert run.sizes is None
     assert run.largest == ord("u")
 
@@ -319,8 +321,8 @@ def test_a_folder_without_sizes_is_read_as_before(text: Input, tmp_path: Path) -
 def test_dropped_characters_are_recorded(tmp_path: Path) -> None:
     tokenizer_files.dropping("abcdefgh .").save(str(tmp_path / "tokenizer.json"))
     lines = lines_of(tmp_path / "a.jsonl", ["a bad ö.", "öß", "a bed", "a cab"] * 3)
-    made = prepare([lines], tmp_path / "out", str(tmp_path / "tokenizer.json"))
-    assert made.manifest.lost == {"ö": 6, "ß": 3}
+    folder = prepare([lines], tmp_path / "out", str(tmp_path / "tokenizer.json"))
+    assert folder.manifest.lost == {"ö": 6, "ß": 3}
 
 
 def test_a_text_of_which_nothing_is_left_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -335,9 +337,9 @@ def test_a_folder_s_tokenizer_ends_documents_as_the_folder_says(tmp_path: Path) 
     tokenizer_files.byte_level(["<a>", "<b>"], first=True).save(str(tmp_path / "hf" / "tokenizer.json"))
     (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<b>"}')
     for number, name in enumerate(("hf", "hf/tokenizer.json", "out0")):
-        made = prepare([Documents(["one", "two", "three"])], tmp_path / f"out{number}", str(tmp_path / name))
-        assert made.manifest.end == made.tokenizer().end == 1
-        assert "tokenizer_config.json" in made.manifest.files
+        folder = prepare([Documents(["one", "two", "three"])], tmp_path / f"out{number}", str(tmp_path / name))
+        assert folder.manifest.end == folder.tokenizer().end == 1
+        assert "tokenizer_config.json" in folder.manifest.files
     (tmp_path / "bare").mkdir()
     with pytest.raises(UserError, match="bare is a folder without a tokenizer"):
         prepare([Documents(["one"])], tmp_path / "out", str(tmp_path / "bare"))
@@ -346,15 +348,15 @@ def test_a_folder_s_tokenizer_ends_documents_as_the_folder_says(tmp_path: Path) 
 def test_tokens_of_nanogpt_are_prepared_by_their_tokenizer(tmp_path: Path) -> None:
     tokenizer_files.byte_level().save(str(tmp_path / "tokenizer.json"))
     np.array([1, 2, 256, 3, 4, 5, 256, 6, 7], np.uint16).tofile(tmp_path / "train.bin")
-    given = Input.from_path(tmp_path / "train.bin", None, "text")
-    made = prepare([given], tmp_path / "out", str(tmp_path / "tokenizer.json"), validation=0.3)
-    assert made.run("training").tokens.tolist() == [1, 2, 256, 3, 4, 5, 256]
-    assert made.run("training").starts.tolist() == [3]
+    source = Input.from_path(tmp_path / "train.bin", None, "text")
+    folder = prepare([source], tmp_path / "out", str(tmp_path / "tokenizer.json"), validation=0.3)
+    assert folder.run("training").tokens.tolist() == [1, 2, 256, 3, 4, 5, 256]
+    assert folder.run("training").starts.tolist() == [3]
     with pytest.raises(UserError, match=r"train.bin has tokens, not a text; name their tokenizer by --tokenizer"):
-        prepare([given], tmp_path / "again")
+        prepare([source], tmp_path / "again")
     for more in ({"tokenizer": "chars"}, {"train_bpe": 300}):
         with pytest.raises(UserError, match="these are tokens, not a text; name their tokenizer"):
-            prepare([given], tmp_path / "again", **more)  # pyright: ignore
+            prepare([source], tmp_path / "again", **more)  # pyright: ignore
 
 
 def test_documents_of_an_iterable_are_prepared_as_a_file_is(tmp_path: Path) -> None:
@@ -378,12 +380,12 @@ LETTERS = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
 
 def documents_of(text: EncodedText) -> list[list[int]]:
     places = np.array(text.ends.tokens)[np.array(text.ends.documents)]
-    return [each.tolist() for each in np.split(text.tokens, places[1:-1])]
+    return [tokens.tolist() for tokens in np.split(text.tokens, places[1:-1])]
 
 
 def test_a_document_has_the_tokens_that_begin_and_end_it() -> None:
     text = encode_in_memory(Documents(["is it", "", "it"]), LLAMA)
-    first, last = (LLAMA.encode([each])[0].tolist() for each in (b"is it", b"it"))
+    first, last = (LLAMA.encode([word])[0].tolist() for word in (b"is it", b"it"))
     assert documents_of(text) == [[1, *first, 2], [1, *last, 2]]
 
 
@@ -405,14 +407,16 @@ def test_bytes_are_those_of_the_text_wherever_it_is_cut(
 ) -> None:
     text = encode_in_memory(Documents(documents), tokenizer)
     cut = data.draw(st.integers(0, len(text.tokens)))
-    parts = [text.ends.part(text.tokens, *each, tokenizer) for each in ((0, cut), (cut, len(text.tokens)))]
+    parts = [text.ends.part(text.tokens, *span, tokenizer) for span in ((0, cut), (cut, len(text.tokens)))]
     sizes = [0 if part.sizes is None else int(part.sizes.sum()) for part in parts]
-    assert sum(sizes) == sum(len(str(each).encode()) for each in documents)
+    assert sum(sizes) == sum(len(str(document).encode()) for document in documents)
     assert all(part.sizes is not None and len(part.sizes) == part.documents for part in parts)
     whole = text.ends.part(text.tokens, 0, len(text.tokens), tokenizer)
     assert whole.sizes is not None
     if tokenizer is not LETTERS:  # each document has tokens
-        assert whole.sizes.tolist() == [len(str(each).encode()) for each in documents if each] or not len(text.tokens)
+        assert whole.sizes.tolist() == [len(str(document).encode()) for document in documents if document] or not len(
+            text.tokens
+        )
         before = tokenizer.count_bytes(text.tokens[:cut])
         assert abs(before - sizes[0]) <= len(documents), "a decoder drops a space where a document begins"
 

@@ -23,19 +23,19 @@ TEXT = bytes(range(256)) * 40
 
 
 def test_of_a_small_text_it_is_what_sha256sum_prints() -> None:
-    found = checksum(TEXT, len(TEXT))
-    assert (found.bytes, found.sha256, found.of) == (len(TEXT), hashlib.sha256(TEXT).hexdigest(), "the whole text")
+    result = checksum(TEXT, len(TEXT))
+    assert (result.bytes, result.sha256, result.of) == (len(TEXT), hashlib.sha256(TEXT).hexdigest(), "the whole text")
 
 
 def test_of_a_large_text_it_can_be_computed_again_from_its_own_words() -> None:
-    found = checksum(TEXT, 1280)
-    words = re.fullmatch(r"(\d+) pieces of (\d+) bytes.* \(bytes - (\d+)\) \* i // (\d+)", found.of)
+    result = checksum(TEXT, 1280)
+    words = re.fullmatch(r"(\d+) pieces of (\d+) bytes.* \(bytes - (\d+)\) \* i // (\d+)", result.of)
     assert words
     pieces, size, same_size, steps = map(int, words.groups())
     assert (pieces, size, same_size, steps) == (HASHED_PIECES, 20, 20, HASHED_PIECES - 1)
-    starts = [(found.bytes - size) * i // steps for i in range(pieces)]
+    starts = [(result.bytes - size) * i // steps for i in range(pieces)]
     assert (starts[0], starts[-1]) == (0, len(TEXT) - size)
-    assert found.sha256 == hashlib.sha256(b"".join(TEXT[start : start + size] for start in starts)).hexdigest()
+    assert result.sha256 == hashlib.sha256(b"".join(TEXT[start : start + size] for start in starts)).hexdigest()
 
 
 def test_texts_that_differ_at_an_end_or_in_length_differ() -> None:
@@ -60,12 +60,12 @@ def written(folder: Path, tokenizer: Tokenizer, *, record: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("record", [True, False], ids=["run", "hf"])
-@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda tokenizer: tokenizer.kind)
 def test_a_stored_tokenizer_is_restored(tmp_path: Path, tokenizer: Tokenizer, record: bool) -> None:
-    found = require_tokenizer(written(tmp_path, tokenizer, record=record), tokenizer.vocab_size)
-    assert same_tokens(found, tokenizer)
-    (tokens,) = found.encode([TEXT_of_kept.encode()])
-    assert found.decode(tokens) == TEXT_of_kept.encode()
+    restored = require_tokenizer(written(tmp_path, tokenizer, record=record), tokenizer.vocab_size)
+    assert same_tokens(restored, tokenizer)
+    (tokens,) = restored.encode([TEXT_of_kept.encode()])
+    assert restored.decode(tokens) == TEXT_of_kept.encode()
 
 
 @pytest.mark.parametrize("place", ["checkpoints/step-000004", "ema.safetensors"])

@@ -34,12 +34,12 @@ def drawn(stream: SequenceStream, count: int, seed: int | None) -> list[tuple[in
 def test_each_source_has_its_share_and_all_its_sequences_come_equally_often(
     sources: list[tuple[int, int]], seed: int | None
 ) -> None:
-    sequences, shares = [list(each) for each in zip(*sources, strict=True)]
+    sequences, shares = [list(column) for column in zip(*sources, strict=True)]
     turns = 12
-    found = drawn(stream_of(sequences, shares), turns * sum(shares), seed)
-    assert Counter(source for source, _ in found) == {s: turns * share for s, share in enumerate(shares)}
+    pairs = drawn(stream_of(sequences, shares), turns * sum(shares), seed)
+    assert Counter(source for source, _ in pairs) == {s: turns * share for s, share in enumerate(shares)}
     for source, count in enumerate(sequences):
-        places = Counter(place // SEQ_LEN for each, place in found if each == source)
+        places = Counter(place // SEQ_LEN for number, place in pairs if number == source)
         often = [places[number] for number in range(count)]
         assert max(often) - min(often) <= 1
 
@@ -50,8 +50,8 @@ def test_a_sequence_is_the_same_alone_and_with_others(numbers: list[int], seed: 
     tokens, targets = stream_of(sequences, shares).cut(np.array(numbers, np.int64), SEQ_LEN, seed)
     stream = stream_of(sequences, shares)
     for number, *row in zip(numbers, tokens, targets, strict=True):
-        for each, alone in zip(row, stream.cut(np.array([number]), SEQ_LEN, seed), strict=True):
-            assert (each == alone[0]).all()
+        for together, alone in zip(row, stream.cut(np.array([number]), SEQ_LEN, seed), strict=True):
+            assert (together == alone[0]).all()
 
 
 @given(
@@ -72,8 +72,8 @@ def test_targets_are_the_next_tokens_but_where_a_document_begins(
 
 def test_epochs_have_other_orders() -> None:
     stream = stream_of([50], [1])
-    found = [place for _, place in drawn(stream, 150, seed=1)]
-    assert len({tuple(found[start : start + 50]) for start in (0, 50, 100)}) == 3
+    places = [place for _, place in drawn(stream, 150, seed=1)]
+    assert len({tuple(places[start : start + 50]) for start in (0, 50, 100)}) == 3
 
 
 def test_epochs_are_counted_for_each_source() -> None:
@@ -116,7 +116,7 @@ def test_every_number_comes_once(size: int, seed: int, epoch: int) -> None:
 
 def test_other_epochs_seeds_and_purposes_have_other_orders() -> None:
     orders = [order(100), order(100, epoch=1), order(100, seed=1), order(100, purpose="other")]
-    assert len({tuple(each) for each in orders}) == 4
+    assert len({tuple(numbers) for numbers in orders}) == 4
     assert order(100) == orders[0]
 
 
@@ -128,22 +128,22 @@ def test_each_number_is_computed_alone() -> None:
 
 def test_trillions_of_numbers_need_no_table() -> None:
     numbers = np.arange(10**12, 10**12 + 1000)
-    found = shuffle(numbers, 3 * 10**12 + 7, "test", 0, np.zeros(1000, np.int64))
-    assert len(set(found.tolist())) == 1000
-    assert 0 <= found.min() <= found.max() < 3 * 10**12 + 7
-    assert found.std() > 10**11
+    shuffled = shuffle(numbers, 3 * 10**12 + 7, "test", 0, np.zeros(1000, np.int64))
+    assert len(set(shuffled.tolist())) == 1000
+    assert 0 <= shuffled.min() <= shuffled.max() < 3 * 10**12 + 7
+    assert shuffled.std() > 10**11
 
 
 def test_every_order_of_three_comes_about_as_often_as_any_other() -> None:
     counts: dict[tuple[int, ...], int] = {}
     for epoch in range(6000):
-        each = tuple(order(3, epoch=epoch))
-        counts[each] = counts.get(each, 0) + 1
+        numbers = tuple(order(3, epoch=epoch))
+        counts[numbers] = counts.get(numbers, 0) + 1
     assert len(counts) == 6
     assert max(counts.values()) < 1.25 * min(counts.values())
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
-    found = np.array(order(4096))
-    assert np.mean(np.abs(np.diff(found)) == 1) < 0.01
-    assert abs(np.corrcoef(np.arange(4096), found)[0, 1]) < 0.06
+    numbers = np.array(order(4096))
+    assert np.mean(np.abs(np.diff(numbers)) == 1) < 0.01
+    assert abs(np.corrcoef(np.arange(4096), numbers)[0, 1]) < 0.06

@@ -157,10 +157,10 @@ def test_a_text_that_is_not_utf8_is_refused_with_its_place() -> None:
         Characters("acf").encode([b"caf\xff"])
 
 
-def of_library(made: Any, **beside: object) -> HuggingFace:
+def of_library(library_tokenizer: Any, **beside: object) -> HuggingFace:
     """A tokenizer of the library as ours, with files beside it, by their names without .json."""
     files = {f"{name}.json": json.dumps(content).encode() for name, content in beside.items()}
-    return HuggingFace(made.to_str().encode(), companions=files)
+    return HuggingFace(library_tokenizer.to_str().encode(), companions=files)
 
 
 SENTENCE = "This is a test; Zoë saw 3 漢字 and a 🐟."
@@ -225,9 +225,9 @@ GEMMA = ("<pad>", "<bos>", "<eos>", "<unk>")
 )
 def test_files_beside_a_tokenizer_say_which_token_ends_a_document(beside: dict[str, object], end: str) -> None:
     """And a guess by name prefers special tokens: Gemma's vocabulary has the HTML tag </s> too."""
-    made = tokenizer_files.byte_level(GEMMA, first=True)
-    made.add_tokens([tokenizers.AddedToken("</s>", special=False)])
-    assert of_library(made, **beside).end == GEMMA.index(end)
+    library_tokenizer = tokenizer_files.byte_level(GEMMA, first=True)
+    library_tokenizer.add_tokens([tokenizers.AddedToken("</s>", special=False)])
+    assert of_library(library_tokenizer, **beside).end == GEMMA.index(end)
 
 
 @pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>"])
@@ -247,21 +247,25 @@ def test_the_end_of_a_document_has_many_names(name: str) -> None:
 def test_the_post_processor_says_what_begins_a_text_unless_a_file_does(
     config: dict[str, object], begin: tuple[int, ...]
 ) -> None:
-    made = tokenizer_files.byte_fallback(["is"], bos=True)
-    assert of_library(made, tokenizer_config=config).begin == begin
-    assert tokens_of(of_library(made), "is") == made.encode("is", add_special_tokens=False).ids
+    library_tokenizer = tokenizer_files.byte_fallback(["is"], bos=True)
+    assert of_library(library_tokenizer, tokenizer_config=config).begin == begin
+    assert (
+        tokens_of(of_library(library_tokenizer), "is") == library_tokenizer.encode("is", add_special_tokens=False).ids
+    )
 
 
 def test_bert_begins_a_text_too() -> None:
-    made = tokenizer_files.byte_level(["[CLS]", "[SEP]"], first=True)
-    made.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
-    assert of_library(made).begin == (0,)
+    library_tokenizer = tokenizer_files.byte_level(["[CLS]", "[SEP]"], first=True)
+    library_tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    assert of_library(library_tokenizer).begin == (0,)
 
 
 def test_tokens_that_only_files_beside_it_have_are_added() -> None:
-    made = tokenizer_files.byte_level()
+    library_tokenizer = tokenizer_files.byte_level()
     listed = {"256": {"content": "<|endoftext|>"}, "257": {"content": "<tool>"}, "300": {"content": "<far>"}}
-    tokenizer = of_library(made, tokenizer_config={"added_tokens_decoder": listed}, added_tokens={"<call>": 258})
+    tokenizer = of_library(
+        library_tokenizer, tokenizer_config={"added_tokens_decoder": listed}, added_tokens={"<call>": 258}
+    )
     assert tokenizer.vocab_size == 259
     assert tokenizer.encode_spelled("<tool><call>") == [257, 258]
     assert len(tokens_of(tokenizer, "<tool>")) == 6
@@ -288,10 +292,13 @@ def test_tokenizers_are_the_same_if_their_tokens_mean_the_same_text() -> None:
     ours = Gpt2(small_gpt2())
     assert same_tokens(ours, HuggingFace(export_tokenizer(ours)["tokenizer.json"]))
     assert same_tokens(ByteTokenizer(), HuggingFace(export_tokenizer(ByteTokenizer())["tokenizer.json"]))
-    made = tokenizer_files.byte_level()
-    plain, configured = of_library(made), of_library(made, tokenizer_config={"eos_token": "<|endoftext|>"})
-    made.add_special_tokens(["[PAD]"])
-    padded = of_library(made)
+    library_tokenizer = tokenizer_files.byte_level()
+    plain, configured = (
+        of_library(library_tokenizer),
+        of_library(library_tokenizer, tokenizer_config={"eos_token": "<|endoftext|>"}),
+    )
+    library_tokenizer.add_special_tokens(["[PAD]"])
+    padded = of_library(library_tokenizer)
     assert same_tokens(plain, configured)
     assert same_tokens(plain, padded)
     assert same_tokens(padded, plain)
@@ -313,7 +320,7 @@ def written(folder: Path, tokenizer: Tokenizer) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda tokenizer: tokenizer.kind)
 def test_both_libraries_give_our_tokens_and_the_text_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (ours,) = tokenizer.encode([TEXT_of_exported.encode()])
     fast = of_transformers("AutoTokenizer").from_pretrained(written(tmp_path, tokenizer))
@@ -341,10 +348,10 @@ def test_a_character_without_a_token_raises_there_too(tmp_path: Path) -> None:
         fast.encode("abd")
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda tokenizer: tokenizer.kind)
 def test_an_exported_tokenizer_reads_back_as_ours(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    found = find_tokenizer(written(tmp_path, tokenizer))
-    assert type(found) is type(tokenizer)
+    exported = find_tokenizer(written(tmp_path, tokenizer))
+    assert type(exported) is type(tokenizer)
 
 
 def test_pairs_of_gpt2_become_a_file_that_gives_the_same_tokens(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_run_goes_on_through_torchtitans_layout_to_the_bit(name: str, ranks: W
     (tmp_path / "again" / "run.json").unlink()
     train(ranks, job, tmp_path / "again", begin)
     assert losses(tmp_path / "again") == losses(tmp_path / "run")[2:]
-    ends = [contents(folder_of(tmp_path / each / "checkpoints", STEPS)) for each in ("run", "again")]
+    ends = [contents(folder_of(tmp_path / run / "checkpoints", STEPS)) for run in ("run", "again")]
     assert ends[0].keys() == ends[1].keys()
     for key, tensors in ends[0].items():
         assert all(torch.equal(*pair) for pair in zip(tensors, ends[1][key], strict=True)), key
@@ -123,8 +123,8 @@ def test_torch_loads_the_state_into_its_own_adamw(after_4_steps: Path) -> None:
     names = [name for name, _ in decoder.named_parameters()]
     state: dict[str, Any] = {}
     for (name, parameter), number in zip(decoder.named_parameters(), range(len(names)), strict=True):
-        state |= {f"state.{name}.{key}": each for key, each in optimizer.state_dict()["state"][number].items()}
-        state |= {f"param_groups.{name}.{key}": each for key, each in groups.items() if not key.startswith("param")}
+        state |= {f"state.{name}.{key}": value for key, value in optimizer.state_dict()["state"][number].items()}
+        state |= {f"param_groups.{name}.{key}": value for key, value in groups.items() if not key.startswith("param")}
         assert parameter.shape == optimizer.state[parameter]["exp_avg"].shape
     whole = {**decoder.state_dict(), "optimizer": state, "train_state": {"step": 0, "ntokens_seen": 0}}
     load(whole, checkpoint_id=folder, no_dist=True)
@@ -151,9 +151,9 @@ def test_a_later_step_of_torchtitans_goes_on_with_the_settings_of_an_earlier_one
 ) -> None:
     earlier = folder_of(after_4_steps / "run" / "checkpoints", 2)
     convert_weights(open_source(after_4_steps / "dcp"), tmp_path / "again", "shardlab", settings=earlier)
-    found = Checkpoint.open(folder_of(tmp_path / "again" / "checkpoints", 4))
-    assert (found.step, found.updates) == (4, 4)
-    assert found.state["data"]["sequence"] == 4 * 2 * 4
+    checkpoint = Checkpoint.open(folder_of(tmp_path / "again" / "checkpoints", 4))
+    assert (checkpoint.step, checkpoint.updates) == (4, 4)
+    assert checkpoint.state["data"]["sequence"] == 4 * 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def state_in_torchtitans_layout(folder: Path, model: Blocks) -> Path:
     outputs, values = list[OutputTensor](), dict[str, Any]()
     for name in sorted(files.names):
         tensor = files.read(name)
-        moments = {f"optimizer.state.{name}.{each}": torch.rand_like(tensor) for each in ("exp_avg", "exp_avg_sq")}
-        outputs += [output_of(key, each) for key, each in ({name: tensor} | moments).items()]
+        moments = {f"optimizer.state.{name}.{moment}": torch.rand_like(tensor) for moment in ("exp_avg", "exp_avg_sq")}
+        outputs += [output_of(key, value) for key, value in ({name: tensor} | moments).items()]
         values[f"optimizer.state.{name}.step"] = torch.tensor(1.0)
     for path in (*folder.glob("*.distcp"), folder / ".metadata"):
         path.unlink()

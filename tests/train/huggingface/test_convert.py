@@ -81,7 +81,7 @@ def test_a_model_goes_out_and_comes_back_to_the_bit(model: Blocks, dtype: torch.
         assert equal(load_file(run / "weights.safetensors"), load_file(folder / "back" / "weights.safetensors"))
         assert there.parameters == model.parameter_count
         convert_weights(open_source(folder / "back"), folder / "again", "hf", shard_bytes=shard_bytes)
-        first, again = (sorted((folder / each).iterdir()) for each in ("hf", "again"))
+        first, again = (sorted((folder / subfolder).iterdir()) for subfolder in ("hf", "again"))
         assert [path.name for path in first] == [path.name for path in again]
         assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, again, strict=True))
 
@@ -110,7 +110,9 @@ def test_a_model_goes_to_torchtitan_and_from_there_anywhere(
         convert_weights(open_source(folder / "dcp"), folder / "hf from dcp", "hf")
         convert_weights(open_source(folder / "hf"), folder / "dcp from hf", "dcp", shard_bytes=2 * shard_bytes)
         convert_weights(open_source(folder / "dcp from hf"), folder / "again", "hf")
-        files = [(folder / each / "model.safetensors").read_bytes() for each in ("hf", "hf from dcp", "again")]
+        files = [
+            (folder / subfolder / "model.safetensors").read_bytes() for subfolder in ("hf", "hf from dcp", "again")
+        ]
         assert files[0] == files[1] == files[2]
 
 

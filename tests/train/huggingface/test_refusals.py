@@ -113,7 +113,7 @@ def test_a_model_that_transformers_has_not_is_refused(model: Blocks, said: str, 
 def rewritten(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
     """Replace or remove a tensor of a folder's file."""
     files = TensorFiles([folder / "model.safetensors"])
-    tensors = {each: files.read(each) for each in files.names}
+    tensors = {key: files.read(key) for key in files.names}
     tensors.pop(name, None)
     save_file(tensors if tensor is None else tensors | {name: tensor}, folder / "new")
     (folder / "new").replace(folder / "model.safetensors")

@@ -71,9 +71,9 @@ class Counted:
         self.elements, read = 0, TensorFiles.read
 
         def counted(files: TensorFiles, name: str, *where: slice | int) -> Tensor:
-            found = read(files, name, *where)
-            self.elements += found.numel()
-            return found
+            tensor = read(files, name, *where)
+            self.elements += tensor.numel()
+            return tensor
 
         monkeypatch.setattr(TensorFiles, "read", counted)
 
@@ -88,11 +88,11 @@ def test_a_rank_reads_little_more_than_it_holds(
     if form == "hf":
         convert_weights(open_source(folder), folder := tmp_path / "hf", "hf")
     length = model.layout(0).padded(ranks)
-    read, counted, each = initial_from(folder, model), Counted(monkeypatch), length // ranks
+    read, counted, share = initial_from(folder, model), Counted(monkeypatch), length // ranks
     for rank in range(ranks):
         counted.elements = 0
-        read(0, length, [(rank * each, (rank + 1) * each)], DTYPE)
-        assert counted.elements <= each + 8 * 2 * 64  # a head's rows lie apart where rotary pairs do
+        read(0, length, [(rank * share, (rank + 1) * share)], DTYPE)
+        assert counted.elements <= share + 8 * 2 * 64  # a head's rows lie apart where rotary pairs do
 
 
 def test_a_rank_of_tensor_parallelism_reads_its_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

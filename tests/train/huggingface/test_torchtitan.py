@@ -95,9 +95,9 @@ OTHERS: dict[str, Blocks] = {
 def test_mixtures_and_latents_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
     folder = distributed(tmp_path, OTHERS[name])
     convert_weights(open_source(folder, lambda _, source: OTHERS[name]), tmp_path / "back", "shardlab")
-    found, wanted = (load_file(tmp_path / each / "weights.safetensors") for each in ("back", "run"))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[each], wanted[each]) for each in wanted)
+    weights, expected = (load_file(tmp_path / subfolder / "weights.safetensors") for subfolder in ("back", "run"))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_names_and_shapes_of_latent_attention_and_experts_are_those_of_torchtitan(tmp_path: Path) -> None:
@@ -220,17 +220,17 @@ def test_weights_in_torchtitans_layout_give_the_logits_of_transformers(name: str
             parameter.copy_(torch.randn_like(parameter) / 4)
         logits = theirs(TOKENS).logits
     tensors = {
-        key: each for old, tensor in theirs.state_dict().items() for key, each in as_torchtitan(old, tensor).items()
+        key: value for old, tensor in theirs.state_dict().items() for key, value in as_torchtitan(old, tensor).items()
     }
     (tmp_path / "dcp").mkdir()
-    write_distributed(tmp_path / "dcp", [output_of(key, each) for key, each in tensors.items()], 10**9)
+    write_distributed(tmp_path / "dcp", [output_of(key, value) for key, value in tensors.items()], 10**9)
     convert_weights(open_source(tmp_path / "dcp", lambda _, source: ours), tmp_path / "run", "shardlab")
     assert error(our_logits(tmp_path / "run", TOKENS), logits) < 1e-5
     convert_weights(open_source(tmp_path / "run"), tmp_path / "back", "dcp")
     assert open_source(tmp_path / "back").model == ours, "the folder says of which model it is"
     files = DistributedFiles(tmp_path / "back")
-    assert {each for each in files.names if not each.endswith("expert_bias_E")} == tensors.keys()
-    assert all(torch.equal(files.read(key), each) for key, each in tensors.items())
+    assert {name for name in files.names if not name.endswith("expert_bias_E")} == tensors.keys()
+    assert all(torch.equal(files.read(key), value) for key, value in tensors.items())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -242,9 +242,9 @@ def test_older_names_are_read(tied: bool, tmp_path: Path) -> None:
     }
     folder = rewritten(distributed(tmp_path, model), {"lm_head.weight": "output.weight", **old})
     convert_weights(open_source(folder, lambda _, source: model), tmp_path / "back", "shardlab")
-    found, wanted = (load_file(tmp_path / each / "weights.safetensors") for each in ("back", "run"))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    weights, expected = (load_file(tmp_path / subfolder / "weights.safetensors") for subfolder in ("back", "run"))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_tied_head_is_stored_twice_and_must_be_the_embedding(tmp_path: Path) -> None:

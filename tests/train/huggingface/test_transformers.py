@@ -109,7 +109,7 @@ def test_a_folder_of_transformers_gives_their_logits(name: str, tmp_path: Path) 
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize("name", THEIRS)

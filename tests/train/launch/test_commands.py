@@ -49,7 +49,7 @@ def test_every_rank_names_those_that_are_missing_and_no_other(lines: list[str]) 
     port = free_port()
     ranks = [RankExchange(place(rank, port, world=4), timedelta(seconds=0.5)) for rank in (0, 2)]
     with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(each.exchange, "here") for each in ranks]
+        waits = [pool.submit(peer.exchange, "here") for peer in ranks]
         for rank, wait in zip((0, 2), waits, strict=True):
             with pytest.raises(UserError, match=rf"^rank {rank} of 4 waited 0.5 s for ranks 1, 3 at .* they have not "):
                 wait.result(PATIENCE)
@@ -95,12 +95,12 @@ def test_rank_0_whose_store_it_is_leaves_when_all_have_heard() -> None:
     first, second = RankExchange(place(0, port)), RankExchange(place(1, port))
 
     def look(store: dist.PrefixStore, key: str) -> bytes:
-        found = get(store, key)
+        value = get(store, key)
         if key == "words":
             with pytest.raises(TimeoutError):
                 leaving.result(0.3)
             there.append(True)
-        return found
+        return value
 
     with ThreadPoolExecutor(1) as pool, patch.object(dist.PrefixStore, "get", look):
         leaving: Future[list[str]] = pool.submit(first.exchange, "a")

@@ -127,8 +127,8 @@ def test_missing_facts_are_refused_with_the_variables_read_and_the_one_to_set() 
         find_launch_environment(pmi)
     with pytest.raises(UserError, match=r"^PMI_RANK is 5, PMI_SIZE is 8, but no variable says which.*set LOCAL_RANK "):
         find_launch_environment({**pmi, "MASTER_ADDR": "n1"})
-    found = LaunchEnvironment(5, 8, 1, "n1", 29500)
-    assert find_launch_environment({**pmi, "MASTER_ADDR": "n1", "LOCAL_RANK": "1"}) == found
+    expected = LaunchEnvironment(5, 8, 1, "n1", 29500)
+    assert find_launch_environment({**pmi, "MASTER_ADDR": "n1", "LOCAL_RANK": "1"}) == expected
     here = LaunchEnvironment(5, 8, 5, "localhost", 29500, 8)
     assert find_launch_environment({**pmi, "MASTER_ADDR": "localhost"}) == here
     alone = LaunchEnvironment(5, 8, 0, "n1", 29500, 1)
@@ -201,8 +201,8 @@ def test_facts_of_several_launchers_together_give_the_world(world: tuple[int, li
         environment |= variables_of(launcher, rank, counts)
     node, local = place_of(rank, counts)
     address = "n1" if len(counts) > 1 else "127.0.0.1"
-    found = find_launch_environment(environment)
-    assert found == LaunchEnvironment(rank, sum(counts), local, address, 29500, counts[node])
+    launch = find_launch_environment(environment)
+    assert launch == LaunchEnvironment(rank, sum(counts), local, address, 29500, counts[node])
 
 
 @given(worlds.filter(lambda world: max(world[1]) > 1), st.sampled_from(list(NAMES)), st.data())
@@ -224,16 +224,16 @@ def test_a_variable_that_is_not_there_never_makes_another_world(
     environment = variables_of(launcher, *world) | {"MASTER_ADDR": "n1"}
     del environment[data.draw(st.sampled_from(sorted(environment)))]
     node, local = place_of(rank, counts)
-    found, refused = None, ""
+    launch, refused = None, ""
     try:
-        found = find_launch_environment(environment)
+        launch = find_launch_environment(environment)
     except UserError as error:
         refused = str(error)
     assert not refused or "set " in refused
-    if found is not None:  # without its rank or its size there is no world
-        assert (found.rank, found.world, found.local_rank) == (rank, sum(counts), local)
-        assert found.local_world in (counts[node], None)
-        assert found.address in ("n1", "127.0.0.1" if len(counts) == 1 else "n1")
+    if launch is not None:  # without its rank or its size there is no world
+        assert (launch.rank, launch.world, launch.local_rank) == (rank, sum(counts), local)
+        assert launch.local_world in (counts[node], None)
+        assert launch.address in ("n1", "127.0.0.1" if len(counts) == 1 else "n1")
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_pals_says_all_and_pbs_where_to_meet(tmp_path: Path) -> None:
     pals = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_SIZE": "4"}
     hosts = tmp_path / "nodefile"
     hosts.write_text("x1\nx1\nx2\nx2\n")
-    found = find_launch_environment({**pals, "PBS_NODEFILE": str(hosts)})
-    assert found == LaunchEnvironment(5, 8, 1, "x1", 29500, 4)
+    launch = find_launch_environment({**pals, "PBS_NODEFILE": str(hosts)})
+    assert launch == LaunchEnvironment(5, 8, 1, "x1", 29500, 4)
     hosts.write_text("x1\n")
     with pytest.raises(UserError, match="PBS_NODEFILE names one host, but PMI_LOCAL_SIZE is 4 and PMI_SIZE is 8"):
         find_launch_environment({**pals, "PBS_NODEFILE": str(hosts)})
@@ -259,13 +259,13 @@ def test_pals_says_all_and_pbs_where_to_meet(tmp_path: Path) -> None:
         find_launch_environment({**pals, "PBS_NODEFILE": "gone"})
 
 
-@pytest.mark.parametrize(("node", "here"), [("0", 2), ("2", 2), ("3", 1)])
-def test_slurm_says_how_many_ranks_are_on_each_host(node: str, here: int) -> None:
+@pytest.mark.parametrize(("node", "local_world"), [("0", 2), ("2", 2), ("3", 1)])
+def test_slurm_says_how_many_ranks_are_on_each_host(node: str, local_world: int) -> None:
     step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
     step["SLURM_LOCALID"] = "0"
-    found = find_launch_environment({**step, "SLURM_NODEID": node, "MASTER_ADDR": "a"})
-    assert found is not None
-    assert found.local_world == here
+    launch = find_launch_environment({**step, "SLURM_NODEID": node, "MASTER_ADDR": "a"})
+    assert launch is not None
+    assert launch.local_world == local_world
 
 
 def test_a_world_as_variables_is_read_back() -> None:

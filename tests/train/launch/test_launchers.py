@@ -18,11 +18,11 @@ ranges = st.tuples(st.integers(0, 120), st.integers(0, 12), st.integers(1, 4))
 """First number, how many follow, and how many digits the first is written with at least."""
 
 
-def written(each: tuple[int, int, int]) -> tuple[str, list[str]]:
-    first, more, width = each
+def written(number_range: tuple[int, int, int]) -> tuple[str, list[str]]:
+    first, extra, width = number_range
     start = f"{first:0{width}}"
-    numbers = [f"{first + step:0{len(start)}}" for step in range(more + 1)]
-    return (f"{start}-{numbers[-1]}" if more else start), numbers
+    numbers = [f"{first + step:0{len(start)}}" for step in range(extra + 1)]
+    return (f"{start}-{numbers[-1]}" if extra else start), numbers
 
 
 @given(st.lists(st.tuples(names, st.lists(ranges, max_size=3), names | st.just("")), min_size=1, max_size=4))
@@ -32,11 +32,11 @@ def test_a_list_of_hosts_has_every_number_of_every_range(
     words: list[str] = []
     hosts: list[str] = []
     for prefix, numbers, suffix in groups:
-        texts = [written(each) for each in numbers]
+        texts = [written(number_range) for number_range in numbers]
         words.append(prefix + (f"[{','.join(text for text, _ in texts)}]" if texts else "") + suffix)
-        hosts += [prefix + each + suffix for each in chain.from_iterable(found for _, found in texts)] or [
-            prefix + suffix
-        ]
+        hosts += [
+            prefix + number + suffix for number in chain.from_iterable(host_numbers for _, host_numbers in texts)
+        ] or [prefix + suffix]
     assert expand_hosts(",".join(words)) == hosts
 
 
@@ -87,7 +87,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 
 def worlds_in(environment: dict[str, str]) -> list[tuple[str, int, int]]:
-    return [(each.name, each.rank.value, each.world.value) for each in innermost(environment)]
+    return [(launcher.name, launcher.rank.value, launcher.world.value) for launcher in innermost(environment)]
 
 
 @pytest.mark.parametrize("outer", [ONE_EACH, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, SHELL, {**SHELL, **SRUN_PMI}])

@@ -251,15 +251,15 @@ def test_gpus_meet_with_the_device_id_for_which_messages_were_proved(monkeypatch
     """Without it two ranks' messages would have a communicator of their own, which is another channel model."""
     for name, value in {**LAUNCHERS["torchrun's variables"](0, "29500"), "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    given = Mock()
+    init = Mock()
     monkeypatch.setattr(launch, "gpu_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", Mock())
     monkeypatch.setattr("shardlab.train.launch.commands.store_of", Mock())
-    monkeypatch.setattr("torch.distributed.init_process_group", given)
+    monkeypatch.setattr("torch.distributed.init_process_group", init)
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
     device = run_ranks(1, own_device)
     assert device == torch.device("cuda", 0)
-    assert (given.call_args.args, given.call_args.kwargs["device_id"]) == (("nccl",), device)
+    assert (init.call_args.args, init.call_args.kwargs["device_id"]) == (("nccl",), device)
 
 
 KILLED = """

@@ -27,15 +27,19 @@ def policies(rank: int, device: torch.device) -> dict[str, int]:
     """Return the scheduling policies of a rank's own thread and of gloo's, by name."""
     dist.all_reduce(torch.zeros(1))  # or gloo's may have gone
     threads = [Path("/proc/self/task", name) for name in os.listdir("/proc/self/task")]
-    found = {(thread / "comm").read_text().strip(): os.sched_getscheduler(int(thread.name)) for thread in threads}
-    return {name: policy for name, policy in found.items() if "gloo" in name} | {"own": os.sched_getscheduler(0)}
+    policy_by_thread = {
+        (thread / "comm").read_text().strip(): os.sched_getscheduler(int(thread.name)) for thread in threads
+    }
+    return {name: policy for name, policy in policy_by_thread.items() if "gloo" in name} | {
+        "own": os.sched_getscheduler(0)
+    }
 
 
 @pytest.mark.starts_ranks
 def test_no_thread_of_a_rank_takes_the_core_from_another() -> None:
-    found = run_ranks(2, policies)
-    assert len(found) > 1
-    assert set(found.values()) == {os.SCHED_BATCH}
+    policy_by_thread = run_ranks(2, policies)
+    assert len(policy_by_thread) > 1
+    assert set(policy_by_thread.values()) == {os.SCHED_BATCH}
 
 
 def test_a_policy_that_somebody_has_chosen_stands() -> None:
@@ -89,11 +93,11 @@ def test_a_second_step_finds_its_memory_where_the_first_one_left_it() -> None:
 
     How a process's heap happens to lie may cost one block of the 24 on either side, so a few processes are asked.
     """
-    assert any(plain > 100 > kept for plain, kept in (faults() for _ in range(6)))
+    assert any(plain > 100 > heap_pages for plain, heap_pages in (faults() for _ in range(6)))
 
 
 def faults() -> tuple[int, int]:
     """Pages that a process's third step touches for the first time, before and after `set_heap`."""
     asked = [sys.executable, "-c", FAULTS]
-    plain, kept = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
-    return int(plain), int(kept)
+    plain, heap_pages = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
+    return int(plain), int(heap_pages)

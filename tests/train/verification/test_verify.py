@@ -156,7 +156,7 @@ def test_sequences_that_do_not_divide_are_refused(ranks: World) -> None:
     job = Job(Plan(Mesh(cp=2)), 2, 1, GPT(layers=1, seq_len=10), 2)
     said = ranks(2).call(refused, job)
     sentence = "10 tokens do not divide into 4 slices (remainder 2); choose a seq_len that is a multiple of 4"
-    assert all(sentence in each for each in said), said
+    assert all(sentence in line for line in said), said
 
 
 small = partial(GPT, hidden_size=16, heads=2, seq_len=8)
