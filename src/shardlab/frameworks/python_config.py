@@ -186,7 +186,11 @@ class _Reader:
                 self.notes.append(f"line {statement.lineno} is not followed: {ast.unparse(statement)}")
 
     def _value(self, node: ast.expr, scope: Mapping[str, Any]) -> Any:
-        """Return the value of an expression: settings of a configuration, a call, or a plain value."""
+        """Return what an expression evaluates to.
+
+        This is a list of settings for a configuration, a `Call` for any other call, a constant or a list of values, or
+        `_Unread` if the expression is not followed.
+        """
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.List | ast.Tuple):

@@ -225,7 +225,10 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
 
 
 def _recompute(config: Config, values: Mapping[str, Any], layers: int, notes: list[str]) -> Any:
-    """Return what is recomputed (`distributed/activation_checkpoint.py`: every n-th block, or every second product)."""
+    """Return a plan's `recompute`: "none", "full", "per-op", or the numbers of the recomputed blocks, every n-th one.
+
+    The source is torchtitan/distributed/activation_checkpoint.py.
+    """
     mode, option = values["recompute"], str(values["recompute_option"])
     if mode in ("none", "full"):
         return mode

@@ -139,7 +139,7 @@ class Primitive(ABC):
 
     @property
     def adds_to(self) -> str:
-        """Name of the input to which another input is added ("": none). This input has the gradient of the output."""
+        """Name of the output, if its gradient is also that of the inputs that the primitive sums ("": it is not)."""
         return ""
 
     def flops(self) -> int:
@@ -176,7 +176,11 @@ class Primitive(ABC):
 
     @property
     def _has_matrix(self) -> bool:
-        """Whether the second half computes a parameter's gradient. The first half computes gradients of vectors."""
+        """Whether any parameter is a matrix.
+
+        The second half of a split backward pass computes the gradients of matrices. The first half has already computed
+        those of vectors.
+        """
         return any(len(parameter.shape) > 1 for parameter in self.parameters())
 
 

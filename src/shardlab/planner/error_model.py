@@ -5,7 +5,8 @@ The error of a predicted step, log(measured / predicted), is modelled as a sum o
 - an error that all plans of a problem share;
 - an error of each part of a step (compute, communication on an axis), in proportion to the part;
 - an error that plans share as far as their ranks compute in the same way;
-- an error of each plan, shared only by plans whose parts of the step are nearly equal.
+- an error of the single plan, which two plans share only if their ranks compute in the same way and the parts of their
+  steps take nearly equal shares of the time.
 
 Given some measured errors, the best linear prediction of the other errors follows (Rasmussen and Williams 2006,
 "Gaussian processes for machine learning", equations 2.25 and 2.26). The common error has a vague prior (section 2.7

@@ -29,7 +29,9 @@ EXPOSED_MESSAGES = 0.2
 
 
 class Guess(NamedTuple):
-    """Guess of the seconds and bytes of a line, both without recomputation and with all blocks recomputed.
+    """Guess of the step time and memory of a line, without recomputation and with all blocks recomputed.
+
+    A line is a set of plans that differ only in how many blocks are recomputed (`shardlab.planner.lines`).
 
     Attributes:
         seconds, bytes: figures of the plan that recomputes no block.

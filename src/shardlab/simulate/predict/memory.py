@@ -68,8 +68,8 @@ class DeviceMemory:
         reserved: bytes that the allocator has reserved for these; if the step fits, at most the device's memory.
         total: `reserved`, CUDA's context and NCCL's buffers: the figure that nvidia-smi shows.
         unlimited: `total` if the device's memory were unlimited.
-        needed: smallest memory with which the step runs: `unlimited` minus what the device can free if it runs short,
-            mostly the allocator's empty blocks (`kept_when_full`).
+        needed: smallest memory with which the step runs: `unlimited` minus what can be freed if memory is short. This
+            is mostly the allocator's empty blocks, without the share that the recipe's `kept_when_full` keeps.
         capacity: memory of the device.
         safe: whether `unlimited` leaves the margin free that a chosen plan must leave (`memory_margin`).
         logged_allocated, logged: the allocated and the reserved bytes that the framework logs: those of the first rank
