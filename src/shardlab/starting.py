@@ -26,10 +26,10 @@ NOTICE_SECONDS = 1.0
 def show_notice() -> None:
     """Show that the command is being loaded, in a line that `finish_loading` erases."""
     os.write(2, b"shardlab: loading\r")
-    _shown.set()
+    _notice_shown.set()
 
 
-_shown = threading.Event()
+_notice_shown = threading.Event()
 _notice = threading.Timer(NOTICE_SECONDS, show_notice)
 _notice.daemon = True
 
@@ -62,9 +62,9 @@ def leave_when_interrupted() -> None:
 def finish_loading() -> None:
     """Restore Python's handler of Ctrl-C, which raises KeyboardInterrupt, and erase the line about loading."""
     _notice.cancel()
-    if _shown.is_set():
+    if _notice_shown.is_set():
         os.write(2, b"\x1b[2K")
-        _shown.clear()
+        _notice_shown.clear()
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

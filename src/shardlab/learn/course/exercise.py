@@ -148,10 +148,10 @@ def _without_imports_of_the_grader(text: str, module: str) -> str:
     """
     lines = text.splitlines(keepends=True)
     program = ast.parse(module.partition(END)[0])
-    used = {node.id for node in ast.walk(program) if isinstance(node, ast.Name)}
+    used_names = {node.id for node in ast.walk(program) if isinstance(node, ast.Name)}
     for node in reversed([node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]):
         grader = (node.module or "").startswith("shardlab.learn.course")
-        names = [] if grader else [name.name for name in node.names if name.name in used]
+        names = [] if grader else [name.name for name in node.names if name.name in used_names]
         if names != [name.name for name in node.names]:
             line = [f"from {node.module} import {', '.join(names)}\n"] if names else []
             lines[node.lineno - 1 : node.end_lineno] = line

@@ -219,14 +219,14 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
         solution: `async def f(rank)` for kind "rank"; a generator of actions or a `Schedule` for "schedule"; a function
             that returns a `Plan` for "plan".
     """
-    with never_awaited() as dropped:
+    with never_awaited() as coroutines:
         try:
             result = _grade_solution(exercise, solution)
         except (Refused, UserError) as error:
             result = refused_grade(exercise, error)
-    if dropped and result.stage == "refused":  # the forgotten `await` is the likelier reason
-        return refused_grade(exercise, dropped_coroutine(dropped[0].name, dropped[0].line))
-    for coroutine in dropped:
+    if coroutines and result.stage == "refused":  # the forgotten `await` is the likelier reason
+        return refused_grade(exercise, dropped_coroutine(coroutines[0].name, coroutines[0].line))
+    for coroutine in coroutines:
         coroutine.warn()
     return result
 
@@ -379,15 +379,15 @@ def _compare_goals(exercise: Exercise, result: ExerciseGrade) -> ExerciseGrade:
     """Compare a correct solution with the goals."""
     goals, figures = exercise.goals, result.figures
     assert figures is not None
-    missed: list[str] = []
+    missed_goals: list[str] = []
     if _is_missed(figures.time, goals.time):
-        missed.append(f"too slow: time {_number(figures.time)}, goal {_number(goals.time)}")
+        missed_goals.append(f"too slow: time {_number(figures.time)}, goal {_number(goals.time)}")
     if _is_missed(figures.memory, goals.memory):
         excess = _excess(exercise, result.checked, result.timeline) if result.checked and result.timeline else ""
-        missed.append(f"too much memory: {_number(figures.memory)}, goal {_number(goals.memory)}{excess}")
+        missed_goals.append(f"too much memory: {_number(figures.memory)}, goal {_number(goals.memory)}{excess}")
     if figures.sent is not None and _is_missed(figures.sent, goals.sent):
-        missed.append(f"too much is sent: {_number(figures.sent)}, goal {_number(goals.sent)}")
-    return _failed_grade(exercise, "goals", "; ".join(missed), result) if missed else result
+        missed_goals.append(f"too much is sent: {_number(figures.sent)}, goal {_number(goals.sent)}")
+    return _failed_grade(exercise, "goals", "; ".join(missed_goals), result) if missed_goals else result
 
 
 def _is_missed(value: float, goal: float | None) -> bool:
@@ -402,18 +402,18 @@ def _excess(exercise: Exercise, checked: Checked, timeline: Timeline) -> str:
     """
     rank = max(range(len(timeline.events)), key=timeline.peak_memory_by_rank.__getitem__)
     reference = _check_solution(exercise, find_exercise(exercise.number).solution)
-    fullest, events = _fullest(timeline.events[rank]), simulate(reference).events[rank]
-    same_events = [event for event in events if event[2:5] == fullest[2:5]]  # kind, layer and microbatches
+    peak_event, events = _fullest(timeline.events[rank]), simulate(reference).events[rank]
+    same_events = [event for event in events if event[2:5] == peak_event[2:5]]  # kind, layer and microbatches
     pairs = zip(
         CATEGORIES,
-        memory_in_elements(checked)[rank].at_starts[fullest.op],
+        memory_in_elements(checked)[rank].at_starts[peak_event.op],
         memory_in_elements(reference)[rank].at_starts[_fullest(same_events or events).op],
         strict=True,
     )
     category, elements, reference_elements = max(pairs, key=lambda pair: pair[1] - pair[2])
     if elements <= reference_elements:
         return ""
-    held_values = _live_of(category, checked, rank, fullest.op)
+    held_values = _live_of(category, checked, rank, peak_event.op)
     surplus = held_values - _live_of(category, reference, rank, _fullest(same_events).op) if same_events else None
     return f", with an excess of {_CATEGORY_NAMES[category]}{f': {values_text(surplus)}' if surplus else ''}"
 
@@ -449,10 +449,10 @@ def _never_awaited(checked: Checked) -> str:
     """
     for rank, tape in enumerate(checked.program.tapes):
         last = max(at for at, op in enumerate(tape) if op.kind in COMPUTES)
-        awaited = {op.handle for op in tape[:last] if op.kind is OpKind.WAIT}
-        read = {number for op in tape if op.kind is not OpKind.FREE for number in op.inputs}
+        awaited_handles = {op.handle for op in tape[:last] if op.kind is OpKind.WAIT}
+        read_numbers = {number for op in tape if op.kind is not OpKind.FREE for number in op.inputs}
         for at, op in enumerate(tape[:last]):
-            if op.handle >= 0 and op.handle not in awaited and read.isdisjoint(op.outputs):
+            if op.handle >= 0 and op.handle not in awaited_handles and read_numbers.isdisjoint(op.outputs):
                 return (
                     f"rank {rank} starts {op} (op {at}), and does not await the handle before the end of the step. The "
                     "value stays in memory until then."
@@ -493,9 +493,9 @@ def _general_advice(result: ExerciseGrade) -> str:
             "that start earlier, or the rank compute meanwhile?"
         )
     if "memory" in result.finding:
-        fullest = _fullest(events)
+        peak = _fullest(events)
         return (
-            f"rank {fullest.rank} holds most when {checked.program.tapes[fullest.rank][fullest.op]}{place(fullest.op)} "
+            f"rank {peak.rank} holds most when {checked.program.tapes[peak.rank][peak.op]}{place(peak.op)} "
             "starts. Which of the values that it holds then could be freed earlier, or made later?"
         )
     return "which values does a rank send more often than another rank needs them, or larger than it needs them?"

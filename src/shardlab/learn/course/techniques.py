@@ -207,10 +207,10 @@ def frees_after_last_use(kind: Kind, sentence: str) -> Technique:
         for at, op in enumerate(checked.program.tapes[rank]):
             freed_values.update(op.inputs[place] for place in op.kind.row.ends)
             if op.kind in COMPUTES:
-                stale = [number for number, use in last_use.items() if number not in freed_values and use < at]
-                later = _read_from(checked.program.tapes[rank], at)
-                for number in stale:
-                    if number not in later:
+                stale_numbers = [number for number, use in last_use.items() if number not in freed_values and use < at]
+                later_numbers = _read_from(checked.program.tapes[rank], at)
+                for number in stale_numbers:
+                    if number not in later_numbers:
                         return f"{specs[number].kind.value}[{specs[number].layer}]"
             if op.kind is not OpKind.FREE:
                 numbers = (*op.inputs, *op.outputs)

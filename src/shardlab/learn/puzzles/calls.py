@@ -95,10 +95,10 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
 def dropped_coroutine(name: str, line: SourceLine) -> PuzzleRefused:
     """Return the refusal for a coroutine of the student that was never awaited."""
-    return unawaited(f"{name}()", f"{name}(...)").on(line)
+    return unawaited_refusal(f"{name}()", f"{name}(...)").on(line)
 
 
-def unawaited(name: str, call: str, layer: int = -1) -> PuzzleRefused:
+def unawaited_refusal(name: str, call: str, layer: int = -1) -> PuzzleRefused:
     """Return the refusal for a call that was not awaited. `call` is the correct form of the call."""
     problem = f"{name} was called without `await`, so it has not run"
     return PuzzleRefused("not awaited", About("", layer), problem, f"write `await {call}`")
@@ -343,9 +343,9 @@ class AsyncioWatch:
     def _handle_end(self, rank: int, task: asyncio.Task[Any]) -> None:
         if self._tasks.get(rank) is not task:
             return
-        raised = None if task.cancelled() else task.exception()
-        if task.cancelled() or raised is not None:
-            reason = "was cancelled" if raised is None else f"raised {type(raised).__name__}: {raised}"
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            reason = "was cancelled" if error is None else f"raised {type(error).__name__}: {error}"
             self._failure = PuzzleRefused("the program raised", "", f"rank {rank} {reason}", STOP)
             self._fail(self._failure)
         else:

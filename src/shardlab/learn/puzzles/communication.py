@@ -108,14 +108,14 @@ def combine(parts: list[Contribution]) -> list[Any]:
     op = specs[0].about(first.name)
     if first.name == "allgather":
         whole = rules.gather(op, specs, names)
-        return [values[0].holding(whole.holds)] * len(values)
+        return [values[0].with_holds(whole.holds)] * len(values)
     total = arithmetic.add(op, specs, names)
-    gradient: WeightGrad = values[0].summing(total)
+    gradient: WeightGrad = values[0].with_microbatches(total)
     if first.name == "allreduce":
         return [gradient] * len(values)
     if not gradient.is_complete():
         raise Refused("partial", op, f"rank 0 gave {specs[0]}, which is partial", "sum and scatter whole gradients")
-    return [gradient.holding(Holds(1 << rank, len(values))) for rank in range(len(values))]
+    return [gradient.with_holds(Holds(1 << rank, len(values))) for rank in range(len(values))]
 
 
 @dataclass(eq=False)

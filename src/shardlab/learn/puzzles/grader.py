@@ -69,11 +69,11 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     if not seconds > 0:
         raise UserError(f"a solution was given {seconds:g} s to run; give more than 0")
     grade_function = _grade_strategy if is_strategy(_signature(solution)) else _grade_models
-    with never_awaited() as dropped:
+    with never_awaited() as coroutines:
         result = grade_function(task, solution, seconds)
-    if dropped and not result.correct:  # the forgotten `await` is the likelier reason
-        return replace(result, error=str(dropped_coroutine(dropped[0].name, dropped[0].line)))
-    for coroutine in dropped:
+    if coroutines and not result.correct:  # the forgotten `await` is the likelier reason
+        return replace(result, error=str(dropped_coroutine(coroutines[0].name, coroutines[0].line)))
+    for coroutine in coroutines:
         coroutine.warn()
     return result
 

@@ -30,7 +30,7 @@ from shardlab.learn.puzzles.calls import (
     refuse_unawaited,
     set_running_rank,
     translate_refusals,
-    unawaited,
+    unawaited_refusal,
 )
 from shardlab.learn.puzzles.communication import Contribution, Dist, Message, Receiver
 from shardlab.learn.puzzles.values import (
@@ -85,7 +85,7 @@ class Stores:
 
     def memory(self) -> float:
         """Return the number of elements in the stores."""
-        return sum(value.memory() for value in self._stored())
+        return sum(value.memory() for value in self._stored_values())
 
     def status(self) -> None:
         """Print the contents of the stores."""
@@ -103,15 +103,15 @@ class Stores:
         source: int | None = None,
     ) -> None:
         """Log an event that starts now and reads some values, and advance the clock."""
-        stored = self._stored()
-        alive = {id(value): value for value in stored}
-        hidden = {id(value): value for value in values_in(read) if id(value) not in alive}
-        memory = sum(value.memory() for value in (*stored, *hidden.values()))
+        stored_values = self._stored_values()
+        alive = {id(value): value for value in stored_values}
+        hidden_values = {id(value): value for value in values_in(read) if id(value) not in alive}
+        memory = sum(value.memory() for value in (*stored_values, *hidden_values.values()))
         event = PuzzleEvent(typ, layer, self.rank, self.time, 0, memory, batches, to, source)
         event.length = event.cost
-        self.derive(*stored, *hidden.values())
+        self.derive(*stored_values, *hidden_values.values())
         self.log.append(event)
-        self._alive |= {key: (value, len(self.log)) for key, value in (alive | hidden).items()}
+        self._alive |= {key: (value, len(self.log)) for key, value in (alive | hidden_values).items()}
         self.time = event.end
 
     def derive(self, *values: Any) -> None:
@@ -120,12 +120,12 @@ class Stores:
         If an earlier call counted a value, its elements are added to the memory of all events since that call.
         """
         for value in values_in(values):
-            _, counted = self._alive.get(id(value), (value, len(self.log)))
-            for event in self.log[counted:]:
+            _, start = self._alive.get(id(value), (value, len(self.log)))
+            for event in self.log[start:]:
                 event.memory += value.memory()
             self._alive[id(value)] = value, len(self.log)
 
-    def _stored(self) -> list[PuzzleValue]:
+    def _stored_values(self) -> list[PuzzleValue]:
         """Return all values in the stores.
 
         Raises:
@@ -338,7 +338,7 @@ class PuzzleModel(PuzzleCompute):
 
     def _call(self, verb: str, argument: str, work: Callable[[], Coroutine[Any, Any, T]]) -> PuzzleCall[T]:
         name = f"{verb}({argument})"
-        refusal = unawaited(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
+        refusal = unawaited_refusal(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
         return PuzzleCall(name, refusal.on(line_now()), work, self.forgotten)
 
     async def _meet(self, name: str, v: T, layer: int, line: SourceLine | None) -> T:

@@ -118,7 +118,7 @@ class Sharded(PuzzleValue):
         with translate_refusals():
             op = self.spec.about("combine")
             specs = [self.spec, spec_of(op, "other value", other)]
-            whole = self.holding(gather(op, specs, ["the first value", "the second value"]).holds)
+            whole = self.with_holds(gather(op, specs, ["the first value", "the second value"]).holds)
         return record_derived(whole, self, other)
 
     def shard(self, shard: int, total: int) -> Self:
@@ -130,9 +130,9 @@ class Sharded(PuzzleValue):
         with translate_refusals():
             if not self.is_complete():
                 raise Refused("partial", self.spec.about("shard"), f"{self.spec} is partial", "cut a complete value")
-            return record_derived(self.holding(Holds(mask_of([shard]), total)), self)
+            return record_derived(self.with_holds(Holds(mask_of([shard]), total)), self)
 
-    def holding(self, holds: Holds) -> Self:
+    def with_holds(self, holds: Holds) -> Self:
         """Return a copy of the value with other slices of the layer."""
         return replace(cast(Any, self), shards=frozenset(bits(holds.mask)), total=holds.of)
 
@@ -181,10 +181,10 @@ class WeightGrad(Sharded):
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
         with translate_refusals():
-            total = self.summing(arithmetic.add_two(self.spec, other.spec))
+            total = self.with_microbatches(arithmetic.add_two(self.spec, other.spec))
         return record_derived(total, self, other)
 
-    def summing(self, spec: Spec) -> WeightGrad:
+    def with_microbatches(self, spec: Spec) -> WeightGrad:
         """Return a copy of the gradient with the microbatches of `spec` instead of its own."""
         return replace(self, batches=frozenset(bits(spec.cells)))
 
@@ -285,8 +285,8 @@ def require_one_update(layer: int, weights: Mapping[int, Any]) -> None:
     """Refuse a layer's final weights (`weights`, by rank) if they lack slices or were not updated exactly once."""
     op = About("Model.check", layer)
     if not weights:
-        none = f"no rank has set the final weight of layer {layer}"
-        raise Refused("not kept", op, none, "call set_final_weight")
+        problem = f"no rank has set the final weight of layer {layer}"
+        raise Refused("not kept", op, problem, "call set_final_weight")
     specs: list[Spec] = []
     for rank, weight in weights.items():
         spec = spec_of(op, f"final weight of layer {layer} on rank {rank}", weight)

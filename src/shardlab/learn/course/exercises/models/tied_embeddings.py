@@ -44,7 +44,7 @@ async def tied_embeddings(rank: Rank) -> None:
     # half = rank.coordinate("dp_shard") if stage == 0 else 1 - rank.coordinate("dp_shard")
     # END SOLUTION
     weights = sorted({rank.weight_of(l) for l in layers})
-    shared = {0} & {rank.weight_of(rank.layers[-1])}  # the embedding, if the model is tied
+    shared_layers = {0} & {rank.weight_of(rank.layers[-1])}  # the embedding, if the model is tied
     for l in weights:
         rank.weights[l] = rank.load_weight(l)
         rank.opt_states[l] = rank.load_opt_state(l, shard=half, of=2)
@@ -75,11 +75,11 @@ async def tied_embeddings(rank: Rank) -> None:
     for l in weights:
         # BEGIN SOLUTION
         gradient = await rank.reduce_scatter(rank.grad_weights.pop(l), axis="dp_shard")
-        if l in shared:
+        if l in shared_layers:
             gradient = await rank.all_reduce(gradient, axis="pp")
         # START
         # gradient = rank.grad_weights.pop(l)
-        # if l in shared:
+        # if l in shared_layers:
         #     gradient = await rank.all_reduce(gradient, axis="pp")
         # gradient = await rank.reduce_scatter(gradient, axis="dp_shard")
         # END SOLUTION
@@ -125,7 +125,7 @@ EXERCISE = Exercise(
         ),
         Mistake(
             "the uses are not summed",
-            ('        if l in shared:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n', ""),
+            ('        if l in shared_layers:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n', ""),
             "as the embedding are missing|as the head are missing",
             "one weight, two uses: the embedding's gradient is on stage 0 and the head's on stage 1.",
         ),
@@ -133,9 +133,9 @@ EXERCISE = Exercise(
             "the whole gradient crosses the stages",
             (
                 '        gradient = await rank.reduce_scatter(rank.grad_weights.pop(l), axis="dp_shard")\n'
-                '        if l in shared:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n',
+                '        if l in shared_layers:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n',
                 "        gradient = rank.grad_weights.pop(l)\n"
-                '        if l in shared:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n'
+                '        if l in shared_layers:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n'
                 '        gradient = await rank.reduce_scatter(gradient, axis="dp_shard")\n',
             ),
             "too much is sent",
@@ -144,7 +144,7 @@ EXERCISE = Exercise(
         Mistake(
             "every layer is reduced along the pipeline",
             (
-                "        if l in shared:\n            gradient = await",
+                "        if l in shared_layers:\n            gradient = await",
                 "        if l in weights:\n            gradient = await",
             ),
             r"all_reduce\(grad_weights\[[12]\]",

@@ -49,10 +49,10 @@ def block(rank: int, ranks: int) -> tuple[int, int, int, int]:
 
 
 def actions(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    down, up = rank, 2 * ranks - 1 - rank
+    down_stage, up_stage = rank, 2 * ranks - 1 - rank
     timetable: dict[int, Action] = {}
     for i in range(microbatches):
-        passes = Forward(down, i), Forward(up, i), BackwardInput(up, i), BackwardInput(down, i)
+        passes = Forward(down_stage, i), Forward(up_stage, i), BackwardInput(up_stage, i), BackwardInput(down_stage, i)
         timetable.update({slot + 6 * i: action for slot, action in zip(block(rank, ranks), passes, strict=True)})
 
     halves: list[Action] = []
