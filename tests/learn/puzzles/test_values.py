@@ -483,7 +483,7 @@ def test_data_parallel_time_does_not_depend_on_the_ranks(ranks: int, layers: int
     assert figures(run(solutions.fsdp, ranks, layers, ranks))[1] == round((2 + 0.9 + 0.5) * layers, 6)
 
 
-@given(ranks=st.integers(1, 6), each=st.integers(1, 3), batches=st.integers(1, 6))
+@given(ranks=st.integers(1, 6), layers_per_rank=st.integers(1, 3), batches=st.integers(1, 6))
 def test_a_pipeline_passes_the_batch_once_forward_and_once_back(ranks: int, layers_per_rank: int, batches: int) -> None:
     layers = ranks * layers_per_rank
     end = 2 * layers * batches + 2 * (ranks - 1) * 0.4 + layers_per_rank / 2
