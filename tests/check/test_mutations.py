@@ -370,7 +370,7 @@ def assert_derivative(
         moved = list(given)
         data = moved[place].data.copy()
         data.reshape(-1)[index] = (data.reshape(-1)[index] + step) % PRIME
-        moved[place] = Piece(moved[place].where, data, moved[place].columns)
+        moved[place] = Piece(moved[place].positions, data, moved[place].columns)
         made = forward(moved)
         return sum(int((y.data * dy.data % PRIME).sum()) for y, dy in zip(made, above, strict=True)) % PRIME
 
@@ -388,7 +388,7 @@ def test_a_backward_pass_is_the_derivative_of_the_forward(name: str, layer: int)
     network = NETWORKS[name]
     toy, given = network.layer(layer), inputs_of(network, layer)
     outputs, kept = toy.forward(given)
-    above = [some(len(y.where), y.data.shape[1], 7 + i, y.columns) for i, y in enumerate(outputs)]
+    above = [some(len(y.positions), y.data.shape[1], 7 + i, y.columns) for i, y in enumerate(outputs)]
     above[0].scale = 0  # so nothing adds a gradient of its own
     below, half = toy.backward_input([given[0], above[0], given[1], *above[1:]], kept)
     gradients = [below[0], toy.backward_weight(given[0], above[0], half), *below[1:]]
@@ -396,8 +396,8 @@ def test_a_backward_pass_is_the_derivative_of_the_forward(name: str, layer: int)
     if layer and network.kinds[layer - 1] == "project":  # the gradient is that of what it reads: mix * weights
         met = given[0].data[:, :WIDTH] * given[0].data[:, WIDTH:] % PRIME
         ones = np.ones_like(met)
-        read = [Piece(given[0].where, np.concatenate([met, ones], axis=1)), *given[1:]]
-        gradients[0] = Piece(read[0].where, np.concatenate([below[0].data, below[0].data * met % PRIME], axis=1))
+        read = [Piece(given[0].positions, np.concatenate([met, ones], axis=1)), *given[1:]]
+        gradients[0] = Piece(read[0].positions, np.concatenate([below[0].data, below[0].data * met % PRIME], axis=1))
     assert_derivative(lambda changed: toy.forward(changed)[0], read, above, gradients)
 
 
@@ -420,7 +420,7 @@ def test_attentions_backward_pass_is_the_derivative_of_what_the_next_layer_reads
 
     def read(pieces: list[Piece]) -> list[Piece]:
         both = network.attend(layer, *pieces)
-        return [Piece(both.where, both.data[:, :WIDTH] * both.data[:, WIDTH:] % PRIME)]
+        return [Piece(both.positions, both.data[:, :WIDTH] * both.data[:, WIDTH:] % PRIME)]
 
     above = some(2 * TOKENS, WIDTH, 3)
     made = network.attend_backward(layer, queries, block, network.attend(layer, queries, block), above)
@@ -433,7 +433,7 @@ def total(pieces: Iterable[Piece]) -> Array:
 
 
 def cut(piece: Piece, rows: list[int]) -> Piece:
-    return Piece(tuple(piece.where[i] for i in rows), piece.data[rows], piece.columns)
+    return Piece(tuple(piece.positions[i] for i in rows), piece.data[rows], piece.columns)
 
 
 def test_queries_that_meet_all_blocks_in_any_order_have_attended_to_all() -> None:
@@ -467,8 +467,8 @@ def test_no_query_sees_a_later_key_or_another_sequence() -> None:
 def slices_of(piece: Piece, count: int) -> list[Piece]:
     cuts = [slice(i * ELEMENTS // count, (i + 1) * ELEMENTS // count) for i in range(count)]
     if piece.data.ndim == 1:
-        return [Piece(piece.where[part], piece.data[part]) for part in cuts]
-    return [Piece(piece.where, piece.data[:, part], piece.columns[part]) for part in cuts]
+        return [Piece(piece.positions[part], piece.data[part]) for part in cuts]
+    return [Piece(piece.positions, piece.data[:, part], piece.columns[part]) for part in cuts]
 
 
 def test_slices_of_half_blocks_add_up_to_the_whole() -> None:
@@ -546,7 +546,7 @@ def test_experts_on_many_ranks_make_what_they_make_on_one(ep: int, tp: int) -> N
     for whole, terms in ((y, made), (dx, below)):
         parts = [combined(OpKind.ALL_REDUCE, each, 1)[0] for each in terms]
         for part, back in zip(mine, combined(OpKind.ALL_TO_ALL, parts, 1), strict=True):
-            assert (back.where, back.columns) == (tuple(part), EXPERTS)
+            assert (back.positions, back.columns) == (tuple(part), EXPERTS)
             assert (back.data == whole.data[part]).all()
 
 
@@ -567,7 +567,7 @@ def test_heads_exchanged_for_sequence_slices_attend_as_on_one_device(cp: int, tp
 
         def heads(piece: Piece, slice_: int = slice_) -> Piece:
             here = [n for n, (_, head) in enumerate(piece.columns) if head * tp // WIDTH == slice_]
-            return Piece(piece.where, piece.data[:, here], tuple(piece.columns[n] for n in here))
+            return Piece(piece.positions, piece.data[:, here], tuple(piece.columns[n] for n in here))
 
         given = [exchanged([cut(heads(piece), rows) for rows in mine]) for piece in (queries, block, gradient)]
         made: list[list[Piece]] = [[], [], []]
@@ -577,7 +577,7 @@ def test_heads_exchanged_for_sequence_slices_attend_as_on_one_device(cp: int, tp
                 found += owned([piece], q)
         for whole, parts in zip(expected, made, strict=True):
             for rows, back in zip(mine, exchanged(parts), strict=True):
-                assert (back.where, back.columns) == (tuple(rows), heads(whole).columns)
+                assert (back.positions, back.columns) == (tuple(rows), heads(whole).columns)
                 assert (back.data == heads(whole).data[rows]).all()
 
 
@@ -585,11 +585,11 @@ def test_gradients_of_keys_and_values_are_dealt_to_whom_the_pieces_belonged() ->
     """An early run and a late one for each rank, if it gave these; rows that nobody has put together go in runs."""
     whole = some(4, 2 * WIDTH, 1, KEYS_VALUES)
     gathered, _ = combined(OpKind.ALL_GATHER, [cut(whole, [0, 3]), cut(whole, [1, 2])], 4)
-    assert (gathered.where, gathered.columns) == (whole.where, KEYS_VALUES)
+    assert (gathered.positions, gathered.columns) == (whole.positions, KEYS_VALUES)
     for columns in (slice(0, 2 * WIDTH), slice(6, 12)):
-        (given,) = owned([Piece(whole.where, whole.data[:, columns], KEYS_VALUES[columns])], gathered)
+        (given,) = owned([Piece(whole.positions, whole.data[:, columns], KEYS_VALUES[columns])], gathered)
         parts = combined(OpKind.REDUCE_SCATTER, [given, given], 4)
-        assert [part.where for part in parts] == [(0, 3), (1, 2)]
-        assert all((part.data == 2 * given.data[list(part.where)] % PRIME).all() for part in parts)
-    plain = Piece(whole.where, whole.data)
-    assert [part.where for part in combined(OpKind.REDUCE_SCATTER, [plain, plain], 4)] == [(0, 1), (2, 3)]
+        assert [part.positions for part in parts] == [(0, 3), (1, 2)]
+        assert all((part.data == 2 * given.data[list(part.positions)] % PRIME).all() for part in parts)
+    plain = Piece(whole.positions, whole.data)
+    assert [part.positions for part in combined(OpKind.REDUCE_SCATTER, [plain, plain], 4)] == [(0, 1), (2, 3)]

@@ -24,7 +24,7 @@ from shardlab.strategies.plan.plan import Plan
 from tests.check.programs import built_in, exchanged, gradients_swapped
 from tests.support.channel_judge import hangs
 from tests.support.interpreter import Outcome, judge
-from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
+from tests.support.mutations import MUTATIONS, changed, move_op, places, with_tape
 from tests.support.passing import is_right, is_right_everywhere
 from tests.support.random_layers import random_attention, random_experts
 from tests.support.random_plans import Planned, plans
@@ -315,7 +315,7 @@ def test_two_ranks_that_both_receive_first_hang() -> None:
     for rank in range(2):
         recv = first(program, OpKind.RECV, rank)
         send = first(program, OpKind.SEND, rank)
-        program = moved(moved(program, rank, recv + 1, send), rank, recv + 1, send)  # its wait first, then itself
+        program = move_op(move_op(program, rank, recv + 1, send), rank, recv + 1, send)  # its wait first, then itself
     assert judge(program).outcome is Outcome.HANGS
 
 

@@ -57,8 +57,8 @@ RACKS = st.builds(
 @settings(max_examples=examples(50))
 @given(RACKS)
 def test_settings_that_were_written_as_toml_are_read_as_they_were(rack: Rack) -> None:
-    written = tomllib.loads(as_toml({"rack": asdict(rack)}))["rack"]
-    assert read_settings(Rack, written, "racks.toml", "rack") == rack
+    table = tomllib.loads(as_toml({"rack": asdict(rack)}))["rack"]
+    assert read_settings(Rack, table, "racks.toml", "rack") == rack
 
 
 @given(RACKS, CABLES)

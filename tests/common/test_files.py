@@ -81,19 +81,19 @@ def test_an_existing_path_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
 def test_a_relative_path_is_found_from_another_folder_with_what_stands_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder, names in ((here, ["a.txt", "a:0.5"]), (there, ["a.txt", "own.txt"])):
+    first, second = tmp_path / "here", tmp_path / "there"
+    for folder, names in ((first, ["a.txt", "a:0.5"]), (second, ["a.txt", "own.txt"])):
         folder.mkdir()
         for name in names:
             (folder / name).touch()
-    monkeypatch.chdir(there)
-    assert path_from_here("a.txt", str(here)) == f"{here}/a.txt"
-    assert path_from_here("a.txt:0.7", str(here)) == f"{here}/a.txt:0.7"
-    assert path_from_here("a:0.5", str(here)) == f"{here}/a:0.5"
-    assert path_from_here("gone.py:Name", str(here)) == f"{here}/gone.py:Name"
-    assert path_from_here("own.txt", str(here)) == "own.txt"
-    assert path_from_here(f"{there}/own.txt:2", str(here)) == f"{there}/own.txt:2"
-    assert path_from_here("a.txt", str(there)) == path_from_here("a.txt", None) == "a.txt"
+    monkeypatch.chdir(second)
+    assert path_from_here("a.txt", str(first)) == f"{first}/a.txt"
+    assert path_from_here("a.txt:0.7", str(first)) == f"{first}/a.txt:0.7"
+    assert path_from_here("a:0.5", str(first)) == f"{first}/a:0.5"
+    assert path_from_here("gone.py:Name", str(first)) == f"{first}/gone.py:Name"
+    assert path_from_here("own.txt", str(first)) == "own.txt"
+    assert path_from_here(f"{second}/own.txt:2", str(first)) == f"{second}/own.txt:2"
+    assert path_from_here("a.txt", str(second)) == path_from_here("a.txt", None) == "a.txt"
 
 
 def test_a_mistyped_path_is_answered_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

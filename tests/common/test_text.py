@@ -109,11 +109,11 @@ def test_tokens_are_counted_without_a_unit() -> None:
 @given(st.sets(st.integers(0, 60)))
 def test_listed_names_every_number_once_and_no_other(numbers: set[int]) -> None:
     text = listed(sorted(numbers))
-    named: list[int] = []
+    listed_numbers: list[int] = []
     for run in text.split(", ") if numbers else []:
         first, _, last = run.partition("-")
-        named.extend(range(int(first), int(last or first) + 1))
-    assert named == sorted(numbers)
+        listed_numbers.extend(range(int(first), int(last or first) + 1))
+    assert listed_numbers == sorted(numbers)
     assert numbers or text == "none"
 
 

@@ -67,10 +67,10 @@ def test_a_line_is_the_students_own_although_the_standard_library_runs() -> None
     lines: list[SourceLine | None] = []
 
     def note(_: re.Match[str]) -> str:
-        inside = sys._getframe().f_back
-        assert inside is not None
-        assert inside.f_code.co_filename == re.__file__
-        lines.append(user_line_of(inside))
+        caller = sys._getframe().f_back
+        assert caller is not None
+        assert caller.f_code.co_filename == re.__file__
+        lines.append(user_line_of(caller))
         return ""
 
     re.sub("x", note, "x")
@@ -208,9 +208,9 @@ def test_a_stopped_program_does_not_continue() -> None:
 
     with trace_limits(seconds=0.2), pytest.raises(Stalled):
         trace(endless, 2, 2, 2)
-    before = turns[0]
+    turns_at_stop = turns[0]
     time.sleep(0.1)
-    assert turns[0] == before > 0
+    assert turns[0] == turns_at_stop > 0
 
 
 @pytest.mark.parametrize(

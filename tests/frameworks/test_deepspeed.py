@@ -49,7 +49,7 @@ def test_auto_is_the_trainers_argument(tmp_path: Path) -> None:
     step = step_of(JSON, "ds.json", [*MODEL, *arguments, "--gradient_checkpointing"], tmp_path)
     assert (step.micro_batch_size, step.microbatches, step.precision.name) == (2, 64, "bf16")
     assert (step.plan.zero_stage, step.plan.recompute, step.recipe.name) == (3, "full", "deepspeed")
-    assert [each.key for each in step.config.unknown] == ["mystery"]
+    assert [setting.key for setting in step.config.unknown] == ["mystery"]
     assert step.config.notes == ()
 
 
@@ -69,7 +69,7 @@ def test_groups_of_parameters_are_replicas_that_share_all_or_none_of_the_state(k
     assert (plan.shard_parameters, plan.shard_gradients, plan.shard_optimizer) == (("dp_shard",), *[GROUPS[key]] * 2)
     lower = step_of(JSON.replace('"stage": 3', f'"stage": 2, "{key}": 8'), "ds.json", MODEL, tmp_path)
     assert lower.plan.mesh.dp_replicate == 1
-    assert any(each.endswith(f"{key} is 8, but DeepSpeed reads it with stage 3 alone") for each in lower.notes)
+    assert any(note.endswith(f"{key} is 8, but DeepSpeed reads it with stage 3 alone") for note in lower.notes)
     with pytest.raises(UserError, match=f"{key} is 3, which does not divide 16 devices"):
         step_of(JSON.replace('"stage": 3', f'"stage": 3, "{key}": 3'), "ds.json", MODEL, tmp_path)
 
@@ -106,30 +106,30 @@ def test_checkpoints_on_the_host_are_kept_there_and_blocks_are_computed_again(tm
         )
     )
     assert (host.plan.recompute, host.plan.passes) == ("none", "offload=activations:host,copy-early")
-    assert any("blocks are assumed to call deepspeed.checkpointing.checkpoint" in each for each in host.notes)
-    found = [forecast(each.workload) for each in (none, device, host)]
-    bytes = [each.memory.unlimited for each in found]
+    assert any("blocks are assumed to call deepspeed.checkpointing.checkpoint" in note for note in host.notes)
+    forecasts = [forecast(step.workload) for step in (none, device, host)]
+    bytes = [prediction.memory.unlimited for prediction in forecasts]
     assert bytes[0] > bytes[1] > bytes[2]
-    assert found[2].seconds > found[1].seconds > found[0].seconds
+    assert forecasts[2].seconds > forecasts[1].seconds > forecasts[0].seconds
     large = of_gpt2(
         checkpointing(cpu_checkpointing=True), [*BATCH, "--gradient_accumulation_steps", "64"], tmp_path, "h100x1024"
     )
     assert (large.plan.recompute, large.plan.passes) == ("full", None)
-    assert any("too long to simulate" in each for each in large.notes)
+    assert any("too long to simulate" in note for note in large.notes)
 
 
 def test_partitioned_checkpoints_are_named(tmp_path: Path) -> None:
     step = of_gpt2(checkpointing(partition_activations=True), BATCH, tmp_path)
     assert (step.plan.recompute, step.plan.passes) == ("full", None)
-    assert any("over tensor-parallel ranks, which the file does not say" in each for each in step.notes)
+    assert any("over tensor-parallel ranks, which the file does not say" in note for note in step.notes)
 
 
 def test_the_section_of_checkpoints_has_no_effect_on_models_of_transformers(tmp_path: Path) -> None:
-    both = checkpointing(partition_activations=True, cpu_checkpointing=True)
+    section = checkpointing(partition_activations=True, cpu_checkpointing=True)
     for arguments, recompute in ((["--gradient_checkpointing"], "full"), (MODEL, "none")):
-        step = of_gpt2(both, [*BATCH, *arguments], tmp_path)
+        step = of_gpt2(section, [*BATCH, *arguments], tmp_path)
         assert (step.plan.recompute, step.plan.passes) == (recompute, None)
-        assert any("no effect on models of transformers" in each for each in step.notes)
+        assert any("no effect on models of transformers" in note for note in step.notes)
 
 
 def test_a_missing_model_is_asked_for(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ NANOTRON = "".join(
 
 
 def test_a_log_of_torchtitan_gives_speed_and_reserved_memory() -> None:
-    found = read_log(TORCHTITAN, "log")
-    assert found.tokens_per_device == 6050
-    assert (found.memory, found.kind, found.mfu) == (71 * GIB, "reserved", 0.353)
-    assert found.step_seconds(6050 * 16, 8) == 2.0
-    assert "after step 1, which is warm-up" in found.notes[0]
+    measured = read_log(TORCHTITAN, "log")
+    assert measured.tokens_per_device == 6050
+    assert (measured.memory, measured.kind, measured.mfu) == (71 * GIB, "reserved", 0.353)
+    assert measured.step_seconds(6050 * 16, 8) == 2.0
+    assert "after step 1, which is warm-up" in measured.notes[0]
 
 
 def test_a_log_of_nanotron_has_numbers_with_letters() -> None:
@@ -42,9 +42,9 @@ def test_a_log_of_nanotron_has_numbers_with_letters() -> None:
 
 
 def test_a_log_of_megatron_may_be_truncated_and_of_several_ranks() -> None:
-    found = read_measured([str(EXAMPLES / "train_70b_log.txt")])
-    assert found.seconds == pytest.approx(15.89, abs=0.001)
-    assert (found.memory, found.kind, found.sequences) == (26624 * 2**20, "reserved", 128)
+    measured = read_measured([str(EXAMPLES / "train_70b_log.txt")])
+    assert measured.seconds == pytest.approx(15.89, abs=0.001)
+    assert (measured.memory, measured.kind, measured.sequences) == (26624 * 2**20, "reserved", 128)
 
 
 def test_the_slowest_rank_counts_where_all_log_each_step() -> None:
@@ -52,8 +52,8 @@ def test_the_slowest_rank_counts_where_all_log_each_step() -> None:
     text = "".join(
         line.format(rank=rank, step=step, gib=40 + rank, tps=1000 - rank) for step in (1, 2, 3) for rank in (0, 1)
     )
-    found = read_log(text, "log")
-    assert (found.tokens_per_device, found.memory) == (999, 41 * GIB)
+    measured = read_log(text, "log")
+    assert (measured.tokens_per_device, measured.memory) == (999, 41 * GIB)
 
 
 def test_a_last_line_without_an_end_is_left_out() -> None:
@@ -63,8 +63,8 @@ def test_a_last_line_without_an_end_is_left_out() -> None:
 
 
 def test_figures_have_units() -> None:
-    found = read_measured(["step=2400ms", "reserved=71GiB"])
-    assert (found.seconds, found.memory, found.kind) == (2.4, 71 * GIB, "reserved")
+    measured = read_measured(["step=2400ms", "reserved=71GiB"])
+    assert (measured.seconds, measured.memory, measured.kind) == (2.4, 71 * GIB, "reserved")
     assert read_measured(["tokens/s=52,000"]).step_seconds(104_000, 8) == 2
     assert read_measured(["mfu=38%"]).mfu == 0.38
 

@@ -20,8 +20,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 @cache
 def inputs() -> tuple[FrameworkRun, Forecast, list[Trial]]:
     step = read_run(read_config(str(EXAMPLES / "train_70b.sh")), find_cluster("h100x64"))
-    found = predict(step)
-    return step, found, try_changes(step, found, seconds=1000)
+    forecast = predict(step)
+    return step, forecast, try_changes(step, forecast, seconds=1000)
 
 
 def compare(measured: Measured) -> Comparison:
@@ -38,34 +38,34 @@ def test_a_run_with_another_key_is_explained_by_that_key() -> None:
 
 
 def test_weights_are_shares_and_in_order() -> None:
-    _, found, _ = inputs()
-    weights = [each.weight for each in compare(Measured(1.3 * found.seconds)).hypotheses]
+    _, forecast, _ = inputs()
+    weights = [hypothesis.weight for hypothesis in compare(Measured(1.3 * forecast.seconds)).hypotheses]
     assert weights == sorted(weights, reverse=True)
     assert abs(sum(weights) - 1) < 1e-9
 
 
 def test_tokens_of_one_device_given_as_those_of_all_are_seen() -> None:
-    step, found, _ = inputs()
-    speed = step.workload.tokens / found.seconds / 64
+    step, forecast, _ = inputs()
+    speed = step.workload.tokens / forecast.seconds / 64
     assert "one device" in compare(Measured(tokens_per_second=speed)).hypotheses[0].what
 
 
 def test_a_measurement_that_agrees_needs_no_explanation() -> None:
-    _, found, _ = inputs()
-    result = compare(Measured(found.seconds))
+    _, forecast, _ = inputs()
+    result = compare(Measured(forecast.seconds))
     assert result.time_difference == 0
     assert list(result.hypotheses) == []
 
 
 def test_memory_is_compared_as_it_was_measured() -> None:
-    _, found, _ = inputs()
-    base = Measured(memory=found.memory.allocated, kind="allocated")
+    _, forecast, _ = inputs()
+    base = Measured(memory=forecast.memory.allocated, kind="allocated")
     assert compare(base).memory_difference == 0
     assert (compare(replace(base, kind="nvidia-smi")).memory_difference or 0) < 0
 
 
 def test_another_global_batch_is_named_and_scaled() -> None:
-    step, found, _ = inputs()
-    result = compare(Measured(2 * found.seconds, sequences=2 * step.sequences))
+    step, forecast, _ = inputs()
+    result = compare(Measured(2 * forecast.seconds, sequences=2 * step.sequences))
     assert result.time_difference == 0
     assert "global batch" in result.notes[0]

@@ -84,9 +84,9 @@ def test_modules_that_are_not_predicted_are_named() -> None:
 
 
 def test_attention_of_megatron_core_drops_scores_in_its_fused_kernel() -> None:
-    dropped, kept = step_of("").workload, step_of("--attention-dropout 0").workload
-    assert dropped.model.dropout == kept.model.dropout == 0.1
-    assert sum(dropped.kept_sizes.saved) == sum(kept.kept_sizes.saved)
+    with_dropout, without_dropout = step_of("").workload, step_of("--attention-dropout 0").workload
+    assert with_dropout.model.dropout == without_dropout.model.dropout == 0.1
+    assert sum(with_dropout.kept_sizes.saved) == sum(without_dropout.kept_sizes.saved)
 
 
 def test_blocks_of_mixtures_that_share_an_input_are_predicted_as_single_ones() -> None:
@@ -125,8 +125,8 @@ def test_a_missing_size_is_asked_for() -> None:
 
 def test_what_is_not_predicted_is_named_and_false_is_not() -> None:
     config = read_config("megatron", ["--optimizer-cpu-offload", "--num-layers", "2", "--magic", "3"])
-    assert [each.setting.key for each in config.unpredicted] == ["--optimizer-cpu-offload"]
-    assert [each.key for each in config.unknown] == ["--magic"]
+    assert [option.setting.key for option in config.unpredicted] == ["--optimizer-cpu-offload"]
+    assert [setting.key for setting in config.unknown] == ["--magic"]
 
 
 def test_every_change_is_an_argument_of_megatron() -> None:
@@ -134,5 +134,5 @@ def test_every_change_is_an_argument_of_megatron() -> None:
     step = megatron.run(config, find_cluster("h100x16"))
     changes = list(megatron.changes(config, step))
     assert {"sequence_parallel": True} in changes
-    assert ["mlp"] in [each.get("recompute_modules") for each in changes]
-    assert all(meaning in config.table.keys for each in changes for meaning in each)
+    assert ["mlp"] in [change.get("recompute_modules") for change in changes]
+    assert all(meaning in config.table.keys for change in changes for meaning in change)

@@ -65,9 +65,9 @@ def test_too_few_devices_are_refused() -> None:
 
 
 def test_a_missing_batch_is_asked_for_and_mamba_is_refused() -> None:
-    less = TEXT.replace("  micro_batch_size: 2\n", "")
+    without_batch = TEXT.replace("  micro_batch_size: 2\n", "")
     with pytest.raises(UserError, match="micro_batch_size"):
-        nanotron.run(nanotron.config_of(less, "a.yaml"), find_cluster("h100x16"))
+        nanotron.run(nanotron.config_of(without_batch, "a.yaml"), find_cluster("h100x16"))
     mamba = TEXT.replace("hidden_size: 1024", "d_model: 1024")
     with pytest.raises(UserError, match="Mamba"):
         nanotron.run(nanotron.config_of(mamba, "a.yaml"), find_cluster("h100x16"))
@@ -78,7 +78,7 @@ def test_changes_keep_the_devices_and_the_batch() -> None:
     step = nanotron.run(config, find_cluster("h100x16"))
     changes = list(nanotron.changes(config, step))
     assert {"recompute": True} in changes
-    for each in changes:
-        other = nanotron.run(config.with_meanings(each), find_cluster("h100x16"))
+    for change in changes:
+        other = nanotron.run(config.with_meanings(change), find_cluster("h100x16"))
         assert other.plan.mesh.world == 16
         assert other.sequences == step.sequences

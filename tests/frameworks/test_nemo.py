@@ -57,8 +57,8 @@ def test_words_of_nemo_mean_those_of_megatron() -> None:
 @pytest.mark.parametrize(("method", "recompute"), [("block", "first-3"), ("uniform", "uniform-3")])
 def test_recomputed_blocks_are_those_of_megatron(method: str, recompute: str) -> None:
     keys = {"granularity": "full", "method": method, "num_layers": 3}
-    written = "".join(f"  activations_checkpoint_{key}: {value}\n" for key, value in keys.items())
-    config = nemo.config_of(TEXT + written, "a.yaml")
+    lines = "".join(f"  activations_checkpoint_{key}: {value}\n" for key, value in keys.items())
+    config = nemo.config_of(TEXT + lines, "a.yaml")
     assert nemo.run(config, find_cluster("h100x16")).plan.recompute == recompute
 
 
@@ -73,6 +73,8 @@ def test_overrides_of_hydra_change_it(tmp_path: Path) -> None:
 def test_changes_are_keys_of_nemo() -> None:
     config = nemo.config_of(TEXT, "a.yaml")
     step = nemo.run(config, find_cluster("h100x16"))
-    keys = {config.edit(meaning, value).key for each in nemo.changes(config, step) for meaning, value in each.items()}
+    keys = {
+        config.edit(meaning, value).key for change in nemo.changes(config, step) for meaning, value in change.items()
+    }
     assert "model.activations_checkpoint_granularity" in keys
     assert all(key.startswith(("model.", "trainer.", "ddp.")) for key in keys)

@@ -35,17 +35,17 @@ def ours() -> Trainer.Config:
 '''
 
 
-def written(folder: Path, text: str) -> str:
+def write_config(folder: Path, text: str) -> str:
     (folder / "ours.py").write_text(text)
     return str(folder / "ours.py")
 
 
 def values_of(text: str, name: str | None = None) -> dict[str, object]:
-    return {each.key: each.value for each in read_python(text, "ours.py", name).settings}
+    return {setting.key: setting.value for setting in read_python(text, "ours.py", name).settings}
 
 
 def test_a_function_is_read_with_lines_and_its_step_predicted(tmp_path: Path) -> None:
-    config = read_config(written(tmp_path, BASE))
+    config = read_config(write_config(tmp_path, BASE))
     assert config.unknown == []
     assert (
         config.by_meaning["tp"].line
@@ -61,12 +61,14 @@ def test_words_after_it_change_it_and_choose_a_function(tmp_path: Path) -> None:
     other = BASE + "\n\ndef longer() -> Trainer.Config:\n    config = ours()\n    config.training.seq_len = 16384\n"
     other += "    config.activation_checkpoint = None\n    return config\n"
     with pytest.raises(UserError, match=r"ours\.py has 2 configurations; give one of them .* --config ours"):
-        read_config(written(tmp_path, other))
-    config = read_config(written(tmp_path, other), ["--config", "longer", "--parallelism.tensor_parallel_degree=8"])
+        read_config(write_config(tmp_path, other))
+    config = read_config(
+        write_config(tmp_path, other), ["--config", "longer", "--parallelism.tensor_parallel_degree=8"]
+    )
     assert (config.values["seq_len"], config.values["tp"], config.values["recompute"]) == (16384, 8, "none")
     assert config.values["local_batch"] == 2
     with pytest.raises(UserError, match="has no configuration 'shorter'; it has ours and longer"):
-        read_config(written(tmp_path, other), ["--config", "shorter"])
+        read_config(write_config(tmp_path, other), ["--config", "shorter"])
 
 
 def test_a_function_of_the_registry_is_the_beginning() -> None:
@@ -79,28 +81,28 @@ def run() -> Trainer.Config:
     config.activation_checkpoint = SelectiveAC.Config()
     return config
 """
-    found = values_of(text)
-    assert (found["model.flavor"], found["training.max_context_length"]) == ("70B", 8192)
-    assert (found["parallelism.tensor_parallel_degree"], found["activation_checkpoint.mode"]) == (4, "selective")
+    values = values_of(text)
+    assert (values["model.flavor"], values["training.max_context_length"]) == ("70B", 8192)
+    assert (values["parallelism.tensor_parallel_degree"], values["activation_checkpoint.mode"]) == (4, "selective")
 
 
 def test_a_value_that_is_not_followed_is_asked_for(tmp_path: Path) -> None:
     unknown = BASE.replace("tensor_parallel_degree=4", "tensor_parallel_degree=int(os.environ['TP'])")
     with pytest.raises(UserError, match=r"does not set the variables of parallelism\.tensor_parallel_degree"):
-        _ = read_config(written(tmp_path, unknown)).values
-    given = read_config(written(tmp_path, unknown), ["--parallelism.tensor_parallel_degree=2"])
-    assert given.values["tp"] == 2
+        _ = read_config(write_config(tmp_path, unknown)).values
+    config = read_config(write_config(tmp_path, unknown), ["--parallelism.tensor_parallel_degree=2"])
+    assert config.values["tp"] == 2
 
 
 def test_lines_that_are_not_followed_are_notes(tmp_path: Path) -> None:
     text = BASE.replace("    return Trainer", "    for each in range(3):\n        print(each)\n    return Trainer")
-    config = read_config(written(tmp_path, text))
+    config = read_config(write_config(tmp_path, text))
     assert config.notes == ("line 15 is not followed: for each in range(3):",)
     assert config.values["tp"] == 4
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("def train(:\n", "is no Python: line 1: "),
         ("x = 1\n", "has no function that returns a Trainer.Config of torchtitan"),
@@ -109,21 +111,21 @@ def test_lines_that_are_not_followed_are_notes(tmp_path: Path) -> None:
         ("def f() -> Trainer.Config:\n    return " + "-" * 5000 + "1\n", "ours.py"),
     ],
 )
-def test_what_is_no_configuration_is_refused_in_a_sentence(text: str, said: str, tmp_path: Path) -> None:
+def test_what_is_no_configuration_is_refused_in_a_sentence(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
-        read_config(written(tmp_path, text))
-    assert said in str(refused.value)
+        read_config(write_config(tmp_path, text))
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_the_code_is_not_run(tmp_path: Path) -> None:
     text = f"open({str(tmp_path / 'made')!r}, 'w')\n" + BASE
-    read_config(written(tmp_path, text))
+    read_config(write_config(tmp_path, text))
     assert not (tmp_path / "made").exists()
 
 
 def test_a_script_that_starts_a_function_of_a_file_beside_it_is_read_with_it(tmp_path: Path) -> None:
-    written(tmp_path, BASE)
+    write_config(tmp_path, BASE)
     (tmp_path / "run.sh").write_text(
         "torchrun --nproc_per_node 8 --nnodes 8 -m torchtitan.train \\\n"
         "    --module ours --config ours --training.seq_len=2048\n"
@@ -135,7 +137,7 @@ def test_a_script_that_starts_a_function_of_a_file_beside_it_is_read_with_it(tmp
 
 def test_recomputation_is_per_op_where_a_configuration_names_none(tmp_path: Path) -> None:
     text = BASE.replace("        activation_checkpoint=FullAC.Config(),\n", "")
-    assert read_run(read_config(written(tmp_path, text)), find_cluster("h100x64")).plan.recompute == "per-op"
+    assert read_run(read_config(write_config(tmp_path, text)), find_cluster("h100x64")).plan.recompute == "per-op"
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_keys_have_lines_and_unknown_ones_are_named() -> None:
     config = config_of("[training]\nseq_len = 4096\nspeed = 9\n[checkpoint]\ninterval = 1\n")
     assert config.unknown == [Setting("training.speed", 9, 6)]
     assert config.by_meaning["seq_len"].line == 5
-    assert [each.setting.key for each in config.ignored] == ["checkpoint.interval"]
+    assert [option.setting.key for option in config.ignored] == ["checkpoint.interval"]
 
 
 def test_a_value_of_another_type_is_refused_with_its_line() -> None:
@@ -108,8 +108,8 @@ def test_an_unknown_flavor_names_those_that_are_known() -> None:
 
 
 def test_every_known_model_is_made() -> None:
-    known = key_table(torchtitan.NAME).data["models"]
-    for name in known:
+    names = key_table(torchtitan.NAME).data["models"]
+    for name in names:
         family, flavor = name.split("/")
         changed = config_of("").with_meanings({"model_name": family, "model_flavor": flavor, "seq_len": 2048})
         assert torchtitan.run(changed, find_cluster("h100x64")).model.parameter_count > 0
@@ -119,7 +119,7 @@ def test_every_change_is_written_in_the_files_own_key() -> None:
     config = config_of("[training]\nbatch_size = 4\nseq_len = 8192\n")
     step = torchtitan.run(config, find_cluster("h100x64"))
     changed = [
-        config.edit(meaning, value) for each in torchtitan.changes(config, step) for meaning, value in each.items()
+        config.edit(meaning, value) for change in torchtitan.changes(config, step) for meaning, value in change.items()
     ]
     assert Setting("training.batch_size", 2, 5) in changed
-    assert all(config.table.find(each.key) for each in changed)
+    assert all(config.table.find(setting.key) for setting in changed)

@@ -34,7 +34,7 @@ def test_interpolations_are_resolved() -> None:
         "model:\n  hidden: 64\n  ffn: ${multiply:4, ${.hidden}}\n  seq: ${model.hidden}\n  data: ${oc.env:X}\n",
         "a.yaml",
     )
-    values = {each.key: each.value for each in resolve(settings)}
+    values = {setting.key: setting.value for setting in resolve(settings)}
     assert (values["model.ffn"], values["model.seq"]) == (256, 64)
     assert values["model.data"] == "${oc.env:X}"
 

@@ -43,10 +43,10 @@ def parse(
     assert packages.is_dir(), f"{packages} does not exist; run make frameworks"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     words = arguments or [()] * len(files)
-    lines = [[str(file), *each] for file, each in zip(files, words, strict=True)]
-    done = warm.run([__file__, str(packages), json.dumps(lines)], env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK)).removeprefix(MARK))
+    lines = [[str(file), *options] for file, options in zip(files, words, strict=True)]
+    result = warm.run([__file__, str(packages), json.dumps(lines)], env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(next(line for line in result.stdout.splitlines() if line.startswith(MARK)).removeprefix(MARK))
 
 
 class _StandIns(MetaPathFinder, Loader):
@@ -89,7 +89,7 @@ def torchtitan_python(file: str) -> dict[str, Any]:
     """Return the fields of release 0.3.0's `Trainer.Config`, which its `ConfigManager` finds by module and function."""
     importlib.import_module("torch._inductor.compile_fx")  # asks for the real triton
     importlib.import_module("torch.nn.attention.flex_attention")
-    if not any(isinstance(each, _StandIns) for each in sys.meta_path):
+    if not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
         sys.meta_path.insert(0, _StandIns({"triton", "datasets"}))
     path = Path(file)
     sys.path.insert(0, str(path.parent))
@@ -108,7 +108,7 @@ def torchtitan_python(file: str) -> dict[str, Any]:
 
 def _fields(config: Any) -> dict[str, Any]:
     dataclasses = importlib.import_module("dataclasses")
-    return {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 def deepspeed_json(file: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -146,21 +146,21 @@ def accelerate_yaml(file: str) -> dict[str, Any]:
 def main(packages: str, lines: str) -> None:
     """Print the result for each file, which its arguments follow."""
     sys.path.insert(0, packages)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for file, *arguments in json.loads(lines):
         try:
             if file.endswith(".toml"):
-                found.append(torchtitan_toml(file))
+                results.append(torchtitan_toml(file))
             elif file.endswith(".py"):
-                found.append(torchtitan_python(file))
+                results.append(torchtitan_python(file))
             elif file.endswith(".yaml"):
-                found.append(accelerate_yaml(file))
+                results.append(accelerate_yaml(file))
             else:
                 with contextlib.redirect_stdout(sys.stderr):
-                    found.append(deepspeed_json(file, arguments))
+                    results.append(deepspeed_json(file, arguments))
         except (Exception, SystemExit) as error:  # whatever the framework raises, or says and exits
-            found.append({"error": f"{type(error).__name__}: {error}"})
-    print(MARK + json.dumps(found, default=str))
+            results.append({"error": f"{type(error).__name__}: {error}"})
+    print(MARK + json.dumps(results, default=str))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def compute(rank: int, bench: ComputeBench, file: Path) -> bool:
 def wrong_elements(rank: int, size: int) -> dict[str, tuple[int, int]]:
     """Return the wrong elements of every collective, as it is, and with one expected element changed."""
     team = MeasuringRanks(rank, torch.device("cpu")).team(size)
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for kind in KINDS:
         if kind == "send_recv" and size != 2:
             continue
@@ -33,8 +33,8 @@ def wrong_elements(rank: int, size: int) -> dict[str, tuple[int, int]]:
         case = make_case(kind, 96, team)
         if case.expected is not None:
             case.expected[-1] += 1
-        found[kind] = right, case.wrong()
-    return found
+        counts[kind] = right, case.wrong()
+    return counts
 
 
 def teams(rank: int) -> list[tuple[int, ...]]:

@@ -21,9 +21,9 @@ MeasuringRanks = Callable[[int], Ranks]
 
 
 def test_every_result_is_right_and_one_that_is_not_is_counted(ranks: MeasuringRanks) -> None:
-    for found in ranks(2).call(jobs.wrong_elements, 2):
-        assert set(found) == set(KINDS)
-        assert not any(right for right, _ in found.values())
+    for counts in ranks(2).call(jobs.wrong_elements, 2):
+        assert set(counts) == set(KINDS)
+        assert not any(right for right, _ in counts.values())
     first, second = ranks(2).call(jobs.wrong_elements, 2)
     assert {kind for kind in KINDS if first[kind][1] == 1} == set(KINDS) - {"barrier"}
     assert {kind for kind in KINDS if second[kind][1] == 1} == set(KINDS) - {"barrier", "reduce", "gather"}
@@ -55,11 +55,11 @@ def test_every_kind_but_messages_is_measured_beside_computations(ranks: Measurin
     points = read_points(tmp_path / "points")
     measured = [point for point in points if isinstance(point, CollectivePoint)]
     assert [point.kind for point in measured] == list(KINDS)
-    beside = [point for point in points if isinstance(point, OverlapPoint)]
+    overlaps = [point for point in points if isinstance(point, OverlapPoint)]
     alone = {(point.kind, point.bytes): point.seconds for point in measured if point.kind != "send_recv"}
-    assert [(point.kind, point.bytes) for point in beside] == [size for size in alone for _ in COMPUTE_SECONDS]
-    assert all(min(point.compute, point.together) > 0 for point in beside)
-    assert all(point.communication >= point.alone == alone[point.kind, point.bytes] for point in beside)
+    assert [(point.kind, point.bytes) for point in overlaps] == [size for size in alone for _ in COMPUTE_SECONDS]
+    assert all(min(point.compute, point.together) > 0 for point in overlaps)
+    assert all(point.communication >= point.alone == alone[point.kind, point.bytes] for point in overlaps)
 
 
 def test_a_point_takes_the_seconds_that_were_asked_for_in_all() -> None:

@@ -46,17 +46,17 @@ SIZES = [1024 * 4**step for step in range(9)]
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8))
 def test_latency_and_bandwidth_are_found_again(alpha: float, beta: float) -> None:
-    found = alpha_beta(SIZES, [alpha + beta * size for size in SIZES])
+    fitted = alpha_beta(SIZES, [alpha + beta * size for size in SIZES])
     for size in SIZES:
-        assert found[0] + found[1] * size == pytest.approx(alpha + beta * size, rel=1e-6)
+        assert fitted[0] + fitted[1] * size == pytest.approx(alpha + beta * size, rel=1e-6)
 
 
 @given(st.floats(1e-5, 1e-3), st.floats(1e-10, 1e-8), st.integers(0, len(SIZES) - 1))
 def test_one_point_on_a_busy_machine_moves_them_little(alpha: float, beta: float, late: int) -> None:
     seconds = [alpha + beta * size for size in SIZES]
-    found = alpha_beta(SIZES, [10 * time if i == late else time for i, time in enumerate(seconds)])
+    fitted = alpha_beta(SIZES, [10 * time if i == late else time for i, time in enumerate(seconds)])
     others = [i for i in range(len(SIZES)) if i != late]
-    errors = FitErrors.compare([found[0] + found[1] * SIZES[i] for i in others], [seconds[i] for i in others])
+    errors = FitErrors.compare([fitted[0] + fitted[1] * SIZES[i] for i in others], [seconds[i] for i in others])
     assert errors.median < 0.1
 
 
@@ -96,8 +96,8 @@ def test_constants_of_any_scale_are_found_again(constants: list[float]) -> None:
     truth = np.array(constants) * np.array([1, 1, 1e-5, 1e-6]) + np.array([1e-6, 0, 0, 0])
     rng = np.random.default_rng(0)
     matrix = rng.integers(1, 9, (40, 4)) * 10.0 ** rng.integers(0, 3, (40, 4)) * np.array([1, 1, 1e5, 1e6])
-    found = fit_relative(matrix, matrix @ truth)
-    assert matrix @ found == pytest.approx(matrix @ truth, rel=1e-6)
+    fitted = fit_relative(matrix, matrix @ truth)
+    assert matrix @ fitted == pytest.approx(matrix @ truth, rel=1e-6)
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
@@ -128,7 +128,7 @@ POINTS = points_of(SHAPES)
 FAMILIES = sorted({family for point in POINTS for family, _, _ in point.kernels})
 
 
-def timed(points: list[LayerPoint], rates: Rates) -> list[LayerPoint]:
+def with_seconds(points: list[LayerPoint], rates: Rates) -> list[LayerPoint]:
     return [replace(point, seconds=predict(point, rates)) for point in points]
 
 
@@ -141,7 +141,7 @@ def test_layers_made_of_known_rates_are_predicted_exactly(seed: int, launch: flo
         for family, slow in zip(FAMILIES, slower, strict=True)
     }
     rates |= {(f"op:{op.value}", "float32"): Rate(launch / 3, 0, 0) for op in MEASURED if op.value in OPS_WITH_OVERHEAD}
-    points = timed(POINTS, rates)
+    points = with_seconds(POINTS, rates)
     assert rate_errors(points, fit_kernels(points)).worst < 1e-6
 
 
@@ -168,9 +168,9 @@ def test_a_profile_of_the_fit_prices_a_layer_as_the_fit_predicts_it() -> None:
 
 
 def test_errors_are_listed_by_layer_and_op() -> None:
-    found = errors_by_layer(POINTS, fit_kernels(POINTS))
-    assert {("mlp", "forward"), ("block", "backward"), ("norm", "backward_weight"), ("loss", "loss")} < set(found)
-    assert sum(errors.points for errors in found.values()) == len(POINTS)
+    errors_of = errors_by_layer(POINTS, fit_kernels(POINTS))
+    assert {("mlp", "forward"), ("block", "backward"), ("norm", "backward_weight"), ("loss", "loss")} < set(errors_of)
+    assert sum(errors.points for errors in errors_of.values()) == len(POINTS)
 
 
 # Lines through what was measured, and which of them are not to be relied on.
@@ -185,8 +185,8 @@ def test_a_clean_line_is_found_and_not_doubted(alpha: float, beta: float) -> Non
 
 @given(st.lists(st.floats(1e-6, 1e-2), min_size=2, max_size=9))
 def test_larger_sizes_take_longer_for_any_measurements(seconds: list[float]) -> None:
-    found = dict(zip(SIZES, seconds, strict=False))
-    fitted = fit_line(found)
+    measurements = dict(zip(SIZES, seconds, strict=False))
+    fitted = fit_line(measurements)
     assert fitted.line.alpha >= 0
     assert fitted.line.beta > 0
 

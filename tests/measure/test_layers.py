@@ -39,7 +39,7 @@ def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: Measuri
     layers = [point for point in points if isinstance(point, LayerPoint)]
     for processes in (1, 2):
         mine = [point for point in layers if point.processes == processes]
-        found = {(point.layer, point.op) for point in mine}
+        passes = {(point.layer, point.op) for point in mine}
         expected = {(layer, op) for layer in HALVES for op in PASSES} | {
             ("loss", "loss"),
             ("batch", "load_batch"),
@@ -47,7 +47,7 @@ def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: Measuri
             ("model", "update"),
         }
         expected |= {(layer, "norm") for layer in HALVES | WHOLE}
-        assert found == expected | {(layer, op) for layer in WHOLE for op in PASSES}
+        assert passes == expected | {(layer, op) for layer in WHOLE for op in PASSES}
         assert all(point.seconds >= point.fastest > 0 for point in mine)
         assert rate_errors(mine, fit_kernels(mine)).points == len(mine)
 
@@ -61,7 +61,7 @@ def test_a_layers_arithmetic_is_counted_in_both_directions() -> None:
         for op in subject.checked().program.tapes[0]:
             if op.kind.value in PASSES and op.layer >= 0:
                 name = subject.layer_name(op)
-                flops[number, name, op.kind.value] = sum(each for _, each, _ in subject.work(op, 0))
+                flops[number, name, op.kind.value] = sum(kernel_flops for _, kernel_flops, _ in subject.work(op, 0))
     assert flops[0, "block", "forward"] == pytest.approx(flops[1, "attention", "forward"] + flops[1, "mlp", "forward"])
     assert flops[1, "mlp", "backward"] == 2 * flops[1, "mlp", "forward"]
     assert flops[1, "mlp", "backward"] == flops[2, "mlp", "backward_input"] + flops[2, "mlp", "backward_weight"]

@@ -33,7 +33,7 @@ def test_the_shorter_step_is_found_and_all_ranks_know(ranks: Callable[[int], Ran
 def test_a_job_far_behind_is_dropped_after_some_rounds() -> None:
     race = Race(always=(3,))
     times = [[1.0] * 3, [1.2] * 3, [1.3] * 3, [9.0] * 3]
-    assert race.select_jobs(range(4), [each[:2] for each in times]) == [0, 1, 2, 3]
+    assert race.select_jobs(range(4), [seconds[:2] for seconds in times]) == [0, 1, 2, 3]
     assert race.select_jobs(range(4), times) == [0, 1, 3]
     longer = [[1.0] * 8, [1.2] * 8, [1.3] * 3, [9.0] * 8]
     assert race.select_jobs([0, 1, 3], longer) == [0, 3]

@@ -37,8 +37,8 @@ class Chance:
         self.random = random
         self.at = [0] * len(self.tapes)
         self.issued: list[Part] = []
-        self.done: set[tuple[int, int]] = set()
-        self.made: set[Hashable] = set()
+        self.completed: set[tuple[int, int]] = set()
+        self.communicators: set[Hashable] = set()
 
     def hangs(self) -> bool:
         """Whether a rank does not reach the end of its tape."""
@@ -57,16 +57,16 @@ class Chance:
             issued = next(other for other in self.tapes[rank] if other.handle == op.handle)
             together = [o.handle for o in self.tapes[rank] if o.batch >= 0 and o.batch == issued.batch]
             handles = together if together and self.model in QUEUES else [op.handle]  # NCCL waits for a whole group
-            return all((rank, handle) in self.done for handle in handles)
+            return all((rank, handle) in self.completed for handle in handles)
         return self.model is not ChannelModel.QUEUED_PER_PAIR or op.batch >= 0 or self._is_made(Part(rank, op))
 
     def _is_made(self, part: Part) -> bool:
         """Whether a communicator exists: it was used before, or all of its ranks are about to use it."""
-        wanted = _communicator(part)
-        if wanted in self.made:
+        communicator = _communicator(part)
+        if communicator in self.communicators:
             return True
         ranks = part.op.group.ranks if part.op.group is not None else (part.rank, part.op.peer)
-        return all(self._next_communicator(rank) == wanted for rank in ranks)
+        return all(self._next_communicator(rank) == communicator for rank in ranks)
 
     def _next_communicator(self, rank: int) -> Hashable:
         """Return the communicator of a rank's next op, if that op communicates."""
@@ -78,17 +78,17 @@ class Chance:
             op = self.tapes[rank][self.at[rank]]
             self.at[rank] += 1
             if op.kind is not OpKind.WAIT:
-                self.made.add(_communicator(Part(rank, op)))
+                self.communicators.add(_communicator(Part(rank, op)))
                 self.issued.append(Part(rank, op))
                 if op.kind is OpKind.SEND and self.model in (ChannelModel.BUFFERED, ChannelModel.IN_ORDER):
-                    self.done.add((rank, op.handle))  # the channel has taken it
+                    self.completed.add((rank, op.handle))  # the channel has taken it
 
         return step
 
     def _complete(self, parts: list[Part]) -> Callable[[], None]:
         def step() -> None:
             for part in parts:
-                self.done.add((part.rank, part.op.handle))
+                self.completed.add((part.rank, part.op.handle))
                 self.issued.remove(part)
 
         return step
@@ -105,17 +105,17 @@ class Chance:
     def _matched(self) -> list[list[Part]]:
         """The first pending parts that match each other; completed parts are no longer in the queues."""
         firsts: dict[Hashable, dict[int, Part]] = defaultdict(dict)
-        wanted: dict[Hashable, int] = {}
+        sizes: dict[Hashable, int] = {}
         for part in self.issued:
             op = part.op
             if op.group is not None:
                 key: Hashable = op.group
-                wanted[key] = len(op.group.ranks)
+                sizes[key] = len(op.group.ranks)
             else:
                 key = (part.rank, op.peer) if op.kind is OpKind.SEND else (op.peer, part.rank)
-                wanted[key] = 2
+                sizes[key] = 2
             firsts[key].setdefault(part.rank, part)
-        return [list(parts.values()) for key, parts in firsts.items() if len(parts) == wanted[key]]
+        return [list(parts.values()) for key, parts in firsts.items() if len(parts) == sizes[key]]
 
     def _at_head(self, part: Part) -> bool:
         """Whether all earlier parts of this rank in the same queue are complete, apart from those of the same batch."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardlab.language import OpKind, Program
-from tests.support.interpreter_collectives import Links, scale_made
+from tests.support.interpreter_collectives import Links, output_scale
 from tests.support.interpreter_rank import JudgedRank
-from tests.support.judged_compute import COMPUTE, PLACE, dtype_made, place_made
+from tests.support.judged_compute import COMPUTE, PLACE, output_dtype, output_place
 from tests.support.one_device import one_device
 from tests.support.pieces import ELEMENTS, BrokenTape
 from tests.support.toy_network import network_of
@@ -90,9 +90,9 @@ class Interpreter:
 
     def judge(self) -> Verdict:
         try:
-            moved = True
-            while moved:
-                moved = any(self._go_on(rank) for rank in self.ranks)
+            progress = True
+            while progress:
+                progress = any(self._go_on(rank) for rank in self.ranks)
             stuck = [rank for rank in self.ranks if rank.at < len(rank.ops)]
             if stuck:
                 return Verdict(Outcome.HANGS, f"rank {stuck[0].index} waits for ever at op {stuck[0].at}")
@@ -112,8 +112,8 @@ class Interpreter:
                     if not rank.wait(op.handle):
                         break
                 elif op.kind in COMPUTE:
-                    dtype, place = dtype_made(rank, op), place_made(rank, op)
-                    scale = scale_made(rank, op, self.program.microbatches)
+                    dtype, place = output_dtype(rank, op), output_place(rank, op)
+                    scale = output_scale(rank, op, self.program.microbatches)
                     COMPUTE[op.kind](rank, op, self.network, self.program.microbatches)
                     if dtype is not None:
                         rank.memory[op.outputs[0]].dtype = dtype
@@ -123,7 +123,7 @@ class Interpreter:
                         if number in rank.memory:
                             rank.memory[number].scale = scale
                 else:
-                    self.links.start(rank, op, place_made(rank, op))
+                    self.links.start(rank, op, output_place(rank, op))
             except ValueError as error:  # arrays of other shapes
                 raise BrokenTape(f"rank {rank.index}, op {rank.at} {op}: {error}") from None
             rank.at += 1
@@ -133,7 +133,7 @@ class Interpreter:
         """Compare the final slices with those of one device, and require that nothing is left over."""
         self.links.finish()
         clips = any(rank.clips for rank in self.ranks)
-        trained = {layer for rank in self.ranks for kind, layer, _ in rank.loaded if kind is OpKind.LOAD_OPT_STATE}
+        trained = {layer for rank in self.ranks for kind, layer, _ in rank.load_places if kind is OpKind.LOAD_OPT_STATE}
         frozen = frozenset(range(len(self.network.weights))) - trained if trained else frozenset[int]()
         final = one_device(self.network, self.program.microbatches, clips, frozen)
         covered: set[tuple[int, int]] = set()
@@ -144,19 +144,21 @@ class Interpreter:
                 return Verdict(
                     Outcome.WRONG, f"rank {rank.index} writes layer {min(rank.weights.twice)} twice in a step"
                 )
-            left = list(rank.memory.values())
-            for (kind, layer, where), place in rank.loaded.items():
-                expected = final[layer][PLACE[kind]][list(where)]
-                there = [p.where == where and p.place == place and not p.dtype for p in left]
-                same = [fits and bool((p.data == expected).all()) for p, fits in zip(left, there, strict=True)]
-                at = next((i for i, equal in enumerate(same) if equal), None)
+            remaining = list(rank.memory.values())
+            for (kind, layer, positions), place in rank.load_places.items():
+                expected = final[layer][PLACE[kind]][list(positions)]
+                candidates = [p.positions == positions and p.place == place and not p.dtype for p in remaining]
+                updated = [
+                    fits and bool((p.data == expected).all()) for p, fits in zip(remaining, candidates, strict=True)
+                ]
+                at = next((i for i, equal in enumerate(updated) if equal), None)
                 if at is None:
                     return Verdict(Outcome.WRONG, f"rank {rank.index} does not end with layer {layer} updated")
-                del left[at]
+                del remaining[at]
                 if kind is OpKind.LOAD_WEIGHT:
-                    covered |= {(layer, element) for element in where}
-            if left:
-                raise BrokenTape(f"rank {rank.index} ends with {len(left)} values left over")
+                    covered |= {(layer, element) for element in positions}
+            if remaining:
+                raise BrokenTape(f"rank {rank.index} ends with {len(remaining)} values left over")
         if len(covered) < len(self.network.weights) * ELEMENTS:
             return Verdict(Outcome.WRONG, "some elements are updated nowhere")
         return Verdict(Outcome.RIGHT)

@@ -24,11 +24,11 @@ def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
         return [total] * len(pieces)
     if total.data.ndim == 2:
         return scattered_rows(total, len(pieces), sequence)
-    size, rest = divmod(len(total.where), len(pieces))
+    size, rest = divmod(len(total.positions), len(pieces))
     if rest:
         raise BrokenTape("the sum does not divide among the members")
     cuts = [slice(i * size, (i + 1) * size) for i in range(len(pieces))]
-    return [Piece(total.where[cut], total.data[cut]) for cut in cuts]
+    return [Piece(total.positions[cut], total.data[cut]) for cut in cuts]
 
 
 def _gathered(pieces: list[Piece]) -> Piece:
@@ -36,14 +36,14 @@ def _gathered(pieces: list[Piece]) -> Piece:
     first = pieces[0]
     if len({piece.data.ndim for piece in pieces}) > 1:
         raise BrokenTape("the gathered pieces do not fit side by side")
-    if len(pieces) > 1 and first.columns and all(piece.where == first.where for piece in pieces):
+    if len(pieces) > 1 and first.columns and all(piece.positions == first.positions for piece in pieces):
         return _gathered_columns(pieces)
-    where = tuple(place for piece in pieces for place in piece.where)
-    if len({piece.columns for piece in pieces}) > 1 or len(set(where)) < len(where):
+    positions = tuple(place for piece in pieces for place in piece.positions)
+    if len({piece.columns for piece in pieces}) > 1 or len(set(positions)) < len(positions):
         raise BrokenTape("the gathered pieces do not fit side by side")
-    order = sorted(range(len(where)), key=where.__getitem__)
+    order = sorted(range(len(positions)), key=positions.__getitem__)
     data = np.concatenate([piece.data for piece in pieces])[order]
-    return Piece(tuple(sorted(where)), data, first.columns, owners_of(pieces) if first.data.ndim == 2 else ())
+    return Piece(tuple(sorted(positions)), data, first.columns, owners_of(pieces) if first.data.ndim == 2 else ())
 
 
 def _gathered_columns(pieces: list[Piece]) -> Piece:
@@ -54,47 +54,46 @@ def _gathered_columns(pieces: list[Piece]) -> Piece:
     sorts = list(dict(pieces[0].columns))
     order = sorted(range(len(columns)), key=lambda at: (sorts.index(columns[at][0]), columns[at][1]))
     data = np.concatenate([piece.data for piece in pieces], axis=1)[:, order]
-    return Piece(pieces[0].where, data, tuple(columns[at] for at in order), pieces[0].owners)
+    return Piece(pieces[0].positions, data, tuple(columns[at] for at in order), pieces[0].owners)
 
 
 def owners_of(pieces: list[Piece]) -> tuple[Owner, ...]:
     """Return the owners of the rows in a collective that concatenates rows."""
-    return tuple((piece.where, piece.owners) for piece in pieces)
+    return tuple((piece.positions, piece.owners) for piece in pieces)
 
 
-def _given_back(whole: Piece) -> list[Piece]:
+def _rows_of_owners(whole: Piece) -> list[Piece]:
     """Return to each member the rows that it contributed."""
-    places = {row: place for place, row in enumerate(whole.where)}
+    places = {row: place for place, row in enumerate(whole.positions)}
     return [
-        Piece(where, whole.data[[places[row] for row in where]], whole.columns, owners)
-        for where, owners in whole.owners
+        Piece(rows, whole.data[[places[row] for row in rows]], whole.columns, owners) for rows, owners in whole.owners
     ]
 
 
 def scattered_rows(total: Piece, parts: int, sequence: int) -> list[Piece]:
     """Return rows to their owners if there are any; else cut every sequence, or the rows, into equal runs."""
     if len(total.owners) == parts:
-        return _given_back(total)
+        return _rows_of_owners(total)
     sequences: dict[int, list[int]] = defaultdict(list)
-    for index, row in enumerate(total.where):
+    for index, row in enumerate(total.positions):
         sequences[row // sequence if sequence > 1 else 0].append(index)
     if any(len(indices) % parts for indices in sequences.values()):
         raise BrokenTape("the sum does not divide among the members")
-    made: list[Piece] = []
+    outputs: list[Piece] = []
     for part in range(parts):
-        kept = [
+        selected = [
             index
             for indices in sequences.values()
             for index in indices[part * len(indices) // parts : (part + 1) * len(indices) // parts]
         ]
-        made.append(Piece(tuple(total.where[i] for i in kept), total.data[kept], total.columns))
-    return made
+        outputs.append(Piece(tuple(total.positions[i] for i in selected), total.data[selected], total.columns))
+    return outputs
 
 
 def exchanged(pieces: list[Piece], sequence: int) -> list[Piece]:
     """Gather rows and scatter columns; or gather columns and scatter rows, where all pieces have the same rows."""
     whole = _gathered(pieces)
-    if whole.where == pieces[0].where:
+    if whole.positions == pieces[0].positions:
         return scattered_rows(whole, len(pieces), sequence)
     return scattered_columns(whole, len(pieces))
 
@@ -105,30 +104,32 @@ def scattered_columns(whole: Piece, parts: int) -> list[Piece]:
     size, rest = divmod(len(numbers), parts)
     if rest or not numbers:
         raise BrokenTape("the columns do not divide among the members")
-    made: list[Piece] = []
+    outputs: list[Piece] = []
     for part in range(parts):
         run = numbers[part * size : (part + 1) * size]
-        kept = [at for at, (_, number) in enumerate(whole.columns) if number in run]
-        made.append(Piece(whole.where, whole.data[:, kept], tuple(whole.columns[at] for at in kept), whole.owners))
-    return made
+        selected = [at for at, (_, number) in enumerate(whole.columns) if number in run]
+        outputs.append(
+            Piece(whole.positions, whole.data[:, selected], tuple(whole.columns[at] for at in selected), whole.owners)
+        )
+    return outputs
 
 
 # What each member of any collective receives: also of those with a root, with no value, or by mean, min and max.
 
 
-def received(op: Op, ranks: Sequence[int], given: Sequence[Piece | None], sequence: int) -> Sequence[Piece | None]:
+def received(op: Op, ranks: Sequence[int], inputs: Sequence[Piece | None], sequence: int) -> Sequence[Piece | None]:
     """Return what each member receives, in group order; `sequence` rows are one sequence."""
     if op.kind is OpKind.BARRIER:
         return [None] * len(ranks)
     if op.kind in (OpKind.BROADCAST, OpKind.SCATTER):
-        return _given_by_root(op, _root(op, ranks), given)
-    pieces = [piece for piece in given if piece is not None]
-    if len(pieces) < len(given):
+        return _given_by_root(op, _root(op, ranks), inputs)
+    pieces = [piece for piece in inputs if piece is not None]
+    if len(pieces) < len(inputs):
         raise BrokenTape("a member gives no value")
     if op.kind in (OpKind.GATHER, OpKind.REDUCE):
         gathers, root = op.kind is OpKind.GATHER, _root(op, ranks)
-        made = combined(OpKind.ALL_GATHER, pieces, sequence)[0] if gathers else _reduced(op, pieces)
-        return [made if place == root else None for place in range(len(ranks))]
+        output = combined(OpKind.ALL_GATHER, pieces, sequence)[0] if gathers else _reduced(op, pieces)
+        return [output if place == root else None for place in range(len(ranks))]
     if op.kind is OpKind.ALL_REDUCE:
         return [_reduced(op, pieces)] * len(pieces)
     return combined(op.kind, pieces, sequence)
@@ -141,22 +142,22 @@ def _root(op: Op, ranks: Sequence[int]) -> int:
     return list(ranks).index(op.root)
 
 
-def _given_by_root(op: Op, root: int, given: Sequence[Piece | None]) -> Sequence[Piece | None]:
-    whole = given[root]
-    if whole is None or any(piece is not None for place, piece in enumerate(given) if place != root):
+def _given_by_root(op: Op, root: int, inputs: Sequence[Piece | None]) -> Sequence[Piece | None]:
+    whole = inputs[root]
+    if whole is None or any(piece is not None for place, piece in enumerate(inputs) if place != root):
         raise BrokenTape("the root gives no value, or another rank gives one")
     if op.kind is OpKind.SCATTER:
-        return _dealt(whole, len(given))
-    return [None if place == root else whole for place in range(len(given))]
+        return _dealt(whole, len(inputs))
+    return [None if place == root else whole for place in range(len(inputs))]
 
 
 def _dealt(whole: Piece, parts: int) -> list[Piece]:
     """Cut the root's value into equal runs, in order."""
-    size, rest = divmod(len(whole.where), parts)
+    size, rest = divmod(len(whole.positions), parts)
     if rest:
         raise BrokenTape("the value does not divide among the members")
     cuts = [slice(i * size, (i + 1) * size) for i in range(parts)]
-    return [Piece(whole.where[cut], whole.data[cut], whole.columns) for cut in cuts]
+    return [Piece(whole.positions[cut], whole.data[cut], whole.columns) for cut in cuts]
 
 
 def _reduced(op: Op, pieces: list[Piece]) -> Piece:
@@ -169,7 +170,7 @@ def _reduced(op: Op, pieces: list[Piece]) -> Piece:
         "min": everything.min(axis=0),
         "max": everything.max(axis=0),
     }[op.reduction.value]
-    return Piece(total.where, data, total.columns, total.owners)
+    return Piece(total.positions, data, total.columns, total.owners)
 
 
 # By what gradients have been multiplied since the loss made them: affine layers add their own gradient times that.
@@ -187,12 +188,12 @@ _GRADIENTS = {
 """Indices of an op's inputs that are gradients; for other kinds, all inputs."""
 
 
-def scale_made(rank: JudgedRank, op: Op, microbatches: int) -> int:
+def output_scale(rank: JudgedRank, op: Op, microbatches: int) -> int:
     """Scale of an op's result, from the values in memory."""
     if op.kind is OpKind.LOSS:
         return 1
-    given = op.inputs[_GRADIENTS.get(op.kind, slice(None))]
-    scale = common_scale(rank.memory[number] for number in given if number in rank.memory)
+    gradients = op.inputs[_GRADIENTS.get(op.kind, slice(None))]
+    scale = common_scale(rank.memory[number] for number in gradients if number in rank.memory)
     return scale * number_of(op, microbatches) % PRIME if op.kind is OpKind.SCALE else scale
 
 
@@ -234,7 +235,7 @@ class Links:
         if op.kind is OpKind.SEND:
             rank.issue(op)
             rank.arrived[op.handle] = None
-            self.channels[rank.index, self._peer(rank, op)].append(rank.given(op.inputs[0]))
+            self.channels[rank.index, self._peer(rank, op)].append(rank.copy_of(op.inputs[0]))
             self._deliver(rank.index, op.peer)
         elif op.kind is OpKind.RECV:
             rank.issue(op)
@@ -242,7 +243,7 @@ class Links:
             self._deliver(op.peer, rank.index)
         elif op.kind is OpKind.OFFLOAD or op.kind is OpKind.RELOAD:
             rank.issue(op)
-            rank.arrived[op.handle] = replace(rank.given(op.inputs[0]), place=place)
+            rank.arrived[op.handle] = replace(rank.copy_of(op.inputs[0]), place=place)
         else:
             self._collective(rank, op)
 
@@ -256,12 +257,12 @@ class Links:
         return op.peer
 
     def _deliver(self, source: int, to: int) -> None:
-        sent, wanted = self.channels[source, to], self.receives[source, to]
-        while sent and wanted:
-            self.ranks[to].arrived[wanted.popleft()] = sent.popleft()
+        messages, handles = self.channels[source, to], self.receives[source, to]
+        while messages and handles:
+            self.ranks[to].arrived[handles.popleft()] = messages.popleft()
 
     def _collective(self, rank: JudgedRank, op: Op) -> None:
-        piece = rank.given(op.inputs[0]) if op.inputs else None
+        piece = rank.copy_of(op.inputs[0]) if op.inputs else None
         rank.issue(op)
         if op.group is None or rank.index not in op.group.ranks:
             raise BrokenTape("this rank is not of the group")
@@ -276,10 +277,10 @@ class Links:
         ordered = [members[index] for index in op.group.ranks]
         if len({(call.kind, call.root, call.reduction) for call, _ in ordered}) > 1:
             raise BrokenTape("the members of a collective disagree about what it does")
-        dtypes = {given.dtype for _, given in ordered if given is not None}
+        dtypes = {value.dtype for _, value in ordered if value is not None}
         if len(dtypes) > 1:
             raise BrokenTape("the members of a collective give other numbers")
-        scale = common_scale(given for _, given in ordered if given is not None)
-        results = received(op, op.group.ranks, [given for _, given in ordered], self.sequence)
+        scale = common_scale(value for _, value in ordered if value is not None)
+        results = received(op, op.group.ranks, [value for _, value in ordered], self.sequence)
         for index, (call, _), result in zip(op.group.ranks, ordered, results, strict=True):
             self.ranks[index].arrived[call.handle] = result and replace(result, dtype=max(dtypes), scale=scale)

@@ -11,7 +11,7 @@ from shardlab.language import Op, OpKind
 from tests.support.interpreter_collectives import combined, number_of, scattered_columns, scattered_rows
 from tests.support.interpreter_rank import JudgedRank, elements_of
 from tests.support.one_device import direction as direction_of
-from tests.support.one_device import initial, squares, update_slice, way_of_whole
+from tests.support.one_device import initial, matrix_directions, squares, update_slice
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, owned, summed
 from tests.support.toy_network import Network
 
@@ -20,15 +20,15 @@ PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
 
 
 def load(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    where = elements_of(op)
-    if op.layer not in network.weights or not where:
+    positions = elements_of(op)
+    if op.layer not in network.weights or not positions:
         raise BrokenTape(f"there are no slices {op.holds} of layer {op.layer}")
-    if (op.kind, op.layer, where) in rank.loaded:
+    if (op.kind, op.layer, positions) in rank.load_places:
         raise BrokenTape("the same slice is loaded twice")
-    rank.loaded[op.kind, op.layer, where] = op.place
-    kept = op.kind is OpKind.LOAD_WEIGHT
-    data = rank.weights.buffers[op.layer, where] if kept else initial(op.layer)[1][list(where)]
-    rank.write(op.outputs[0], Piece(where, data))
+    rank.load_places[op.kind, op.layer, positions] = op.place
+    is_weight = op.kind is OpKind.LOAD_WEIGHT
+    data = rank.weights.buffers[op.layer, positions] if is_weight else initial(op.layer)[1][list(positions)]
+    rank.write(op.outputs[0], Piece(positions, data))
 
 
 def load_batch(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
@@ -40,18 +40,18 @@ def load_batch(rank: JudgedRank, op: Op, network: Network, microbatches: int) ->
 
 def forward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     read = [rank.read(number) for number in op.inputs]
-    made, kept = network.layer(op.layer).forward(read)
-    made = owned(made, read[0])
+    outputs, ctx = network.layer(op.layer).forward(read)
+    outputs = owned(outputs, read[0])
     if op.holds is not None and op.kind is OpKind.FORWARD:
-        made[0] = scattered_columns(made[0], op.holds.of)[_place(op)]
+        outputs[0] = scattered_columns(outputs[0], op.holds.of)[_place(op)]
     if op.kind is OpKind.RECOMPUTE:
-        made = []
-    elif not len(made) <= len(op.outputs) <= len(made) + 1:
+        outputs = []
+    elif not len(outputs) <= len(op.outputs) <= len(outputs) + 1:
         raise BrokenTape("a layer makes another number of values")
-    for number, piece in zip(op.outputs, made, strict=False):
+    for number, piece in zip(op.outputs, outputs, strict=False):
         rank.write(number, piece)
-    for number in op.outputs[len(made) :]:
-        rank.keep(rank.saved, number, op.inputs[0], kept, op.layer, read[1].where)
+    for number in op.outputs[len(outputs) :]:
+        rank.keep(rank.saved_data, number, op.inputs[0], ctx, op.layer, read[1].positions)
 
 
 def _place(op: Op) -> int:
@@ -69,8 +69,8 @@ def attend(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> Non
 
 def attend_backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     queries, keys_values, attended, gradient = (rank.read(number) for number in op.inputs)
-    made = network.attend_backward(op.layer, queries, keys_values, attended, gradient)
-    for number, piece, read in zip(op.outputs, made, (queries, keys_values), strict=True):
+    outputs = network.attend_backward(op.layer, queries, keys_values, attended, gradient)
+    for number, piece, read in zip(op.outputs, outputs, (queries, keys_values), strict=True):
         rank.write(number, *owned([piece], read))
 
 
@@ -86,32 +86,32 @@ def loss(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
 
 def backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     """Run a whole backward pass, or the half for the input's gradient."""
-    activation, gradient, weight, saved, *others = op.inputs
+    activation, gradient, weight, saved_number, *others = op.inputs
     layer, read = network.layer(op.layer), [rank.read(n) for n in (activation, gradient, weight, *others)]
-    made, half = layer.backward_input(read, rank.take(rank.saved, saved, activation, op.layer))
-    made = owned(made, read[0])
+    outputs, ctx = layer.backward_input(read, rank.take(rank.saved_data, saved_number, activation, op.layer))
+    outputs = owned(outputs, read[0])
     if op.kind is OpKind.BACKWARD:
         numbers = op.outputs
-        made = [layer.backward_weight(read[0], read[1], half), *made]
+        outputs = [layer.backward_weight(read[0], read[1], ctx), *outputs]
     else:
         *numbers, last = op.outputs
-        rank.keep(rank.halves, last, activation, half, op.layer, read[2].where)
-    for number, piece in zip(numbers, made, strict=True):
+        rank.keep(rank.halves, last, activation, ctx, op.layer, read[2].positions)
+    for number, piece in zip(numbers, outputs, strict=True):
         rank.write(number, piece)
 
 
 def backward_weight(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     activation, gradient, half = op.inputs
     read = [rank.read(number) for number in (activation, gradient)]
-    kept = rank.take(rank.halves, half, activation, op.layer)
-    rank.write(op.outputs[0], network.layer(op.layer).backward_weight(read[0], read[1], kept))
+    ctx = rank.take(rank.halves, half, activation, op.layer)
+    rank.write(op.outputs[0], network.layer(op.layer).backward_weight(read[0], read[1], ctx))
 
 
 def norm(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     gradient = rank.read(op.inputs[0])
     if gradient.data.ndim != 1:
         raise BrokenTape("rows are given where a gradient is wanted")
-    part = np.array([squares(op.layer, gradient.where, gradient.data)], np.int64)
+    part = np.array([squares(op.layer, gradient.positions, gradient.data)], np.int64)
     rank.write(op.outputs[0], Piece((), part))
 
 
@@ -131,10 +131,10 @@ def cast(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
 
 
 def zero_gradient(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    where = elements_of(op)
-    if op.layer not in network.weights or not where:
+    positions = elements_of(op)
+    if op.layer not in network.weights or not positions:
         raise BrokenTape(f"there are no slices {op.holds} of layer {op.layer}")
-    rank.write(op.outputs[0], Piece(where, np.zeros(len(where), np.int64)))
+    rank.write(op.outputs[0], Piece(positions, np.zeros(len(positions), np.int64)))
 
 
 def slice_(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
@@ -144,30 +144,30 @@ def slice_(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> Non
     if piece.data.ndim == 2:
         rank.write(op.outputs[0], scattered_rows(piece, parts, network.sequence)[place])
         return
-    size, rest = divmod(len(piece.where), parts)
-    if rest or not piece.where:
+    size, rest = divmod(len(piece.positions), parts)
+    if rest or not piece.positions:
         raise BrokenTape("the value has no such slices")
     cut = slice(place * size, (place + 1) * size)
-    rank.write(op.outputs[0], Piece(piece.where[cut], piece.data[cut]))
+    rank.write(op.outputs[0], Piece(piece.positions[cut], piece.data[cut]))
 
 
 def concatenate(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     pieces = [rank.read(number) for number in op.inputs]
-    if any(not piece.where for piece in pieces):
+    if any(not piece.positions for piece in pieces):
         raise BrokenTape("a number is no piece")
     rank.write(op.outputs[0], combined(OpKind.ALL_GATHER, pieces, network.sequence)[0])
 
 
-def _elements(value: Piece, where: tuple[int, ...]) -> Array:
+def _elements(value: Piece, positions: tuple[int, ...]) -> Array:
     """Some elements of a value."""
-    places = {e: i for i, e in enumerate(value.where)}
-    if value.data.ndim != 1 or any(e not in places for e in where):
+    places = {e: i for i, e in enumerate(value.positions)}
+    if value.data.ndim != 1 or any(e not in places for e in positions):
         raise BrokenTape("the gradient, the weight or the direction lacks elements")
-    return value.data[[places[e] for e in where]]
+    return value.data[[places[e] for e in positions]]
 
 
 def _squared(norms: Sequence[Piece]) -> int:
-    if len(norms) > 1 or any(norm.data.shape != (1,) or norm.where for norm in norms):
+    if len(norms) > 1 or any(norm.data.shape != (1,) or norm.positions for norm in norms):
         raise BrokenTape("the norm is not a number")
     return sum(int(norm.data[0]) for norm in norms)
 
@@ -183,32 +183,34 @@ def direction(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> 
     gradient, state, *norms = (rank.read(number) for number in op.inputs)
     if not _matrices(op, network):
         raise BrokenTape("elements have no direction")
-    made = direction_of(op.layer, state.data, _elements(gradient, state.where), _squared(norms))
-    rank.write(op.outputs[0], Piece(state.where, made))
+    values = direction_of(op.layer, state.data, _elements(gradient, state.positions), _squared(norms))
+    rank.write(op.outputs[0], Piece(state.positions, values))
 
 
 def update(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     gradient, weight, state, *others = (rank.read(number) for number in op.inputs)
-    ways = others[-1:] if others and others[-1].where else []
-    norms = others[: len(others) - len(ways)]
-    parts, squared = [_elements(value, state.where) for value in (gradient, weight)], _squared(norms)
+    directions = others[-1:] if others and others[-1].positions else []
+    norms = others[: len(others) - len(directions)]
+    parts, squared = [_elements(value, state.positions) for value in (gradient, weight)], _squared(norms)
     rank.clips = rank.clips or bool(norms)
     matrices = _matrices(op, network)
-    if ways and not matrices:
+    if directions and not matrices:
         raise BrokenTape("elements have no direction")
-    way: Array | int = 0
+    moves: Array | int = 0
     if matrices:
-        own = Piece(state.where, direction_of(op.layer, state.data, parts[0], squared))
-        whole = ways[0] if ways else own
+        own_direction = Piece(state.positions, direction_of(op.layer, state.data, parts[0], squared))
+        whole = directions[0] if directions else own_direction
         if whole.data.ndim != 1:
             raise BrokenTape("the direction has rows")
-        way = _elements(Piece(whole.where, way_of_whole(matrices, whole.where, whole.data)), state.where)
-    new, new_state = update_slice(op.layer, parts[1], state.data, parts[0], squared, way)
+        moves = _elements(
+            Piece(whole.positions, matrix_directions(matrices, whole.positions, whole.data)), state.positions
+        )
+    new, new_state = update_slice(op.layer, parts[1], state.data, parts[0], squared, moves)
     rank.delete(op.inputs[1])
     rank.delete(op.inputs[2])
     new = rank.weights.step(op.layer, state, weight, new, rank.being_read())
     for number, data in zip(op.outputs, (new, new_state), strict=True):
-        rank.write(number, Piece(state.where, data))
+        rank.write(number, Piece(state.positions, data))
 
 
 def free(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
@@ -251,7 +253,7 @@ _ANY = {OpKind.CAST: 1, OpKind.FREE: 1} | dict.fromkeys(_OF_GRADIENTS, 1) | dict
 """Number of an op's first inputs that may have any dtype."""
 
 
-def dtype_made(rank: JudgedRank, op: Op) -> str | None:
+def output_dtype(rank: JudgedRank, op: Op) -> str | None:
     """Dtype of an op's result, from the values in memory (None: that of the kind)."""
     read = [rank.memory[number].dtype for number in op.inputs if number in rank.memory]
     if any(read[_ANY.get(op.kind, 0) :]):
@@ -274,7 +276,7 @@ _ON_HOST = {OpKind.ADD: 2, OpKind.NORM: 1, OpKind.UPDATE: 3, OpKind.CONCATENATE:
 _PLACES = ("host", "disk")
 
 
-def place_made(rank: JudgedRank, op: Op) -> str:
+def output_place(rank: JudgedRank, op: Op) -> str:
     """Memory in which the result of an op lies.
 
     Raises:
@@ -292,9 +294,9 @@ def place_made(rank: JudgedRank, op: Op) -> str:
         return ""
     if op.kind is OpKind.SLICE:
         return read[0] if read else ""
-    many = _ON_HOST.get(op.kind, 0)
-    if len(set(read[:many])) > 1 or "disk" in read[:many]:
+    host_count = _ON_HOST.get(op.kind, 0)
+    if len(set(read[:host_count])) > 1 or "disk" in read[:host_count]:
         raise BrokenTape("values of several places are put together, or what is on the disk")
-    if op.kind is not OpKind.FREE and any(read[many:]):
+    if op.kind is not OpKind.FREE and any(read[host_count:]):
         raise BrokenTape("a value lies elsewhere than it is computed with")
-    return "" if op.kind is OpKind.NORM or not read[:many] else read[0]
+    return "" if op.kind is OpKind.NORM or not read[:host_count] else read[0]

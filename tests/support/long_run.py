@@ -49,38 +49,40 @@ def subjects(random: Random) -> Iterator[Program]:
             yield random_experts(seed)
 
 
-def mutants(wanted: int, random: Random) -> None:
+def mutants(mutant_count: int, random: Random) -> None:
     """Judge and check this many mutants."""
-    found: dict[str, Counter[tuple[Outcome, bool]]] = {kind: Counter() for kind in MUTATIONS}
-    done = survivors = 0
+    outcomes: dict[str, Counter[tuple[Outcome, bool]]] = {kind: Counter() for kind in MUTATIONS}
+    total = survivors = 0
     for program in subjects(random):
         if sum(map(len, program.tapes)) > LONGEST:
             continue
         for kind, mutation in MUTATIONS.items():
-            every = [mutant for mutant in mutation(program) if mutant.tapes != program.tapes]
-            often = sum(found[kind].values()) * len(MUTATIONS) > done
-            for mutant in random.sample(every, min(2 if often else 12, len(every))) if kind != "another world" else ():
+            candidates = [mutant for mutant in mutation(program) if mutant.tapes != program.tapes]
+            often = sum(outcomes[kind].values()) * len(MUTATIONS) > total
+            for mutant in (
+                random.sample(candidates, min(2 if often else 12, len(candidates))) if kind != "another world" else ()
+            ):
                 sentence, verdict = refusal(mutant), judge(mutant)
-                found[kind][verdict.outcome, sentence is None] += 1
-                done += 1
+                outcomes[kind][verdict.outcome, sentence is None] += 1
+                total += 1
                 if sentence is None and not verdict.right:
                     survivors += 1
                     print(
                         f"SURVIVOR {kind}: {verdict.outcome.value}, {verdict.reason}; {program.mesh}, {program.sizes}"
                     )
-        if done >= wanted:
+        if total >= mutant_count:
             break
     print(f"{'':44s}" + "".join(f"{outcome.value:>8s}" for outcome in Outcome) + "  passed, judged right")
-    for kind, counts in [*found.items(), ("all", sum(found.values(), Counter[tuple[Outcome, bool]]()))]:
+    for kind, counts in [*outcomes.items(), ("all", sum(outcomes.values(), Counter[tuple[Outcome, bool]]()))]:
         of = [counts[outcome, True] + counts[outcome, False] for outcome in Outcome]
         print(f"{kind:44s}" + "".join(f"{count:8d}" for count in of) + f"{counts[Outcome.RIGHT, True]:8d}")
-    print(f"{done} mutants, {survivors} that are not right passed")
+    print(f"{total} mutants, {survivors} that are not right passed")
 
 
-def programs(wanted: int, random: Random) -> None:
+def programs(program_count: int, random: Random) -> None:
     """Check and judge this many valid programs."""
     alarms = 0
-    for number in range(wanted):
+    for number in range(program_count):
         seed = random.randrange(10**9)
         program = WRITERS[number % len(WRITERS)](seed)
         sentence, verdict = refusal(program), judge(program)
@@ -90,18 +92,18 @@ def programs(wanted: int, random: Random) -> None:
         elif (wrong := wrongly_passed(program, random)) is not None:
             alarms += 1
             print(f"FALSE PASS over writer {number % len(WRITERS)}, seed {seed}: {wrong}")
-    print(f"{wanted} valid programs, {alarms} false alarms")
+    print(f"{program_count} valid programs, {alarms} false alarms")
 
 
 def wrongly_passed(program: Program, random: Random) -> str | None:
     """Run passes over a program in random order and number; return the pass that makes it wrong (None: none)."""
-    for each in random.choices(list(PASSES.values()), k=4):
+    for pass_ in random.choices(list(PASSES.values()), k=4):
         number = random.choice([1, 2, 3, 8, 99])
         with suppress(CannotApply):
-            program = replace(program, tapes=each.rewrite(check(program), number))
+            program = replace(program, tapes=pass_.rewrite(check(program), number))
         sentence, verdict = refusal(program), judge(program)
         if sentence or not verdict.right:
-            return f"{each.name}={number}: {sentence}; {verdict}"
+            return f"{pass_.name}={number}: {sentence}; {verdict}"
     return None
 
 

@@ -47,6 +47,6 @@ def kib_grown(warm: WarmStarts, convert: str, folder: Path, piece: int) -> int:
     """
     program = folder / "convert.py"
     program.write_text(BEFORE + convert + AFTER)
-    done = warm.run([str(program), str(piece)], cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    result = warm.run([str(program), str(piece)], cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout)

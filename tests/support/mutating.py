@@ -35,7 +35,7 @@ def changed(program: Program, rank: int, at: int, *ops: Op) -> Program:
     return with_tape(program, rank, [*tape[:at], *ops, *tape[at + 1 :]])
 
 
-def moved(program: Program, rank: int, at: int, to: int) -> Program:
+def move_op(program: Program, rank: int, at: int, to: int) -> Program:
     tape = list(program.tapes[rank])
     tape.insert(to, tape.pop(at))
     return with_tape(program, rank, tape)
@@ -71,8 +71,8 @@ def without_summand(tape: list[Op], number: int) -> list[Op] | None:
         return None
     add = readers[0]
     other = next(n for n in add.inputs if n != number)
-    gone = [Op(OpKind.FREE, -1, (number,)), Op(OpKind.FREE, -1, (other,))]
-    return renamed([op for op in tape if op not in (add, *gone)], add.outputs[0], other)
+    frees = [Op(OpKind.FREE, -1, (number,)), Op(OpKind.FREE, -1, (other,))]
+    return renamed([op for op in tape if op not in (add, *frees)], add.outputs[0], other)
 
 
 def added_twice(tape: list[Op], at: int, number: int, layer: int) -> list[Op]:

@@ -11,12 +11,12 @@ from tests.support import (
     mutations_of_ops,
     mutations_of_values,
 )
-from tests.support.mutating import MUTATIONS, changed, moved, places, with_tape
+from tests.support.mutating import MUTATIONS, changed, move_op, places, with_tape
 
 __all__ = [
     "MUTATIONS",
     "changed",
-    "moved",
+    "move_op",
     "mutations_of_communication",
     "mutations_of_layers",
     "mutations_of_ops",

@@ -13,7 +13,7 @@ from tests.support.mutating import (
     everywhere,
     fresh_number,
     living_on,
-    moved,
+    move_op,
     mutation,
     places,
     reading,
@@ -50,10 +50,10 @@ def without_collective(program: Program, members: list[tuple[int, int]]) -> Prog
         freed = [i for i, o in enumerate(tape) if o.kind is OpKind.FREE and o.inputs == op.inputs]
         if not op.inputs or not op.outputs:  # a root's value that others lack, or a barrier
             freed = []
-        kept = [o for i, o in enumerate(tape) if i not in (at, wait, *freed[:1])]
+        ops = [o for i, o in enumerate(tape) if i not in (at, wait, *freed[:1])]
         for old, new in zip(op.outputs, op.inputs, strict=False):
-            kept = renamed(kept, old, new)
-        program = with_tape(program, rank, kept)
+            ops = renamed(ops, old, new)
+        program = with_tape(program, rank, ops)
     return program
 
 
@@ -79,10 +79,10 @@ def double_reduce(program: Program) -> Iterator[Program]:
             op, wait = tape[at], wait_of(mutant, rank, tape[at].handle)
             fresh = fresh_number(tape)
             handle = 1 + max(o.handle for o in tape)
-            again = op._replace(kind=OpKind.ALL_REDUCE, inputs=op.outputs, outputs=(fresh,), handle=handle)
+            second = op._replace(kind=OpKind.ALL_REDUCE, inputs=op.outputs, outputs=(fresh,), handle=handle)
             free = Op(OpKind.FREE, -1, op.outputs)
             rest = renamed(tape[wait + 1 :], op.outputs[0], fresh)
-            tape = [*tape[: wait + 1], again, Op(OpKind.WAIT, -1, handle=handle), free, *rest]
+            tape = [*tape[: wait + 1], second, Op(OpKind.WAIT, -1, handle=handle), free, *rest]
             mutant = with_tape(mutant, rank, tape)
         yield mutant
 
@@ -153,22 +153,24 @@ def exchanges(program: Program) -> list[Exchange]:
 
 def neighbours(program: Program) -> Iterator[Sequence[Exchange]]:
     """Yield each exchange alone, successive ones (of an attention, experts, or both passes), and all together."""
-    found = exchanges(program)
+    all_exchanges = exchanges(program)
     for size in (1, 2, 3, 4, 6):
-        for first in range(len(found) - size + 1):
-            yield found[first : first + size]
-    if found:
-        yield found
+        for first in range(len(all_exchanges) - size + 1):
+            yield all_exchanges[first : first + size]
+    if all_exchanges:
+        yield all_exchanges
 
 
 def without_exchange(program: Program, at: int, op: Op) -> Program:
     """Leave out an exchange on all ranks, which continue with their inputs."""
     mutant = program
-    for rank, its in everywhere(program, at, op):
+    for rank, exchange in everywhere(program, at, op):
         tape = mutant.tapes[rank]
-        (own,), (came,) = its.inputs, its.outputs
-        gone = [its, tape[wait_of(mutant, rank, its.handle)], Op(OpKind.FREE, -1, (came,))]
-        mutant = with_tape(mutant, rank, living_on(renamed([o for o in tape if o not in gone], came, own), own))
+        (source,), (result,) = exchange.inputs, exchange.outputs
+        removed = [exchange, tape[wait_of(mutant, rank, exchange.handle)], Op(OpKind.FREE, -1, (result,))]
+        mutant = with_tape(
+            mutant, rank, living_on(renamed([o for o in tape if o not in removed], result, source), source)
+        )
     return mutant
 
 
@@ -189,11 +191,11 @@ def exchange_in_another_order(program: Program) -> Iterator[Program]:
         for step in (-1, 1):
             mutant = program
             for at, op in some:
-                for rank, its in everywhere(program, at, op):
-                    assert its.group is not None
-                    ranks = its.group.ranks
+                for rank, exchange in everywhere(program, at, op):
+                    assert exchange.group is not None
+                    ranks = exchange.group.ranks
                     other = ranks[::-1] if step < 0 else (*ranks[step:], *ranks[:step])
-                    mutant = changed(mutant, rank, at, its._replace(group=group_of(its.group.axis, other)))
+                    mutant = changed(mutant, rank, at, exchange._replace(group=group_of(exchange.group.axis, other)))
             yield mutant
 
 
@@ -202,16 +204,18 @@ def exchanged_twice(program: Program) -> Iterator[Program]:
     """Exchange the result once more on all ranks, and continue with the new result."""
     for at, op in exchanges(program):
         mutant = program
-        for rank, its in everywhere(program, at, op):
-            mutant = with_tape(mutant, rank, then(mutant.tapes[rank], at, its._replace(inputs=its.outputs)))
+        for rank, exchange in everywhere(program, at, op):
+            mutant = with_tape(
+                mutant, rank, issue_after(mutant.tapes[rank], at, exchange._replace(inputs=exchange.outputs))
+            )
         yield mutant
 
 
-def then(tape: list[Op], at: int, collective: Op) -> list[Op]:
+def issue_after(tape: list[Op], at: int, collective: Op) -> list[Op]:
     """Issue a collective on an output of op `at`, after its WAIT if it has one, and continue with the result."""
     (number,), fresh, handle = collective.inputs, fresh_number(tape), 1 + max(op.handle for op in tape)
     if tape[at].handle >= 0:
-        at = next(there for there, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle == tape[at].handle)
+        at = next(index for index, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle == tape[at].handle)
     ends = [Op(OpKind.WAIT, -1, handle=handle), Op(OpKind.FREE, -1, (number,))]
     issued = collective._replace(outputs=(fresh,), handle=handle)
     return [*tape[: at + 1], issued, *ends, *renamed(tape[at + 1 :], number, fresh)]
@@ -220,20 +224,20 @@ def then(tape: list[Op], at: int, collective: Op) -> list[Op]:
 @mutation
 def value_of_another_exchange(program: Program) -> Iterator[Program]:
     """Use the input or output of another exchange (of another layer, microbatch or pass), on rank 0 or on all ranks."""
-    for (at, op), (there, other) in itertools.permutations(exchanges(program), 2):
+    for (at, op), (other_at, other) in itertools.permutations(exchanges(program), 2):
         yield reading(program, 0, op, 0, other.inputs[0])
-        sent = went_on = program
-        for rank, its in everywhere(program, at, op):
+        other_input = other_output = program
+        for rank, exchange in everywhere(program, at, op):
             theirs = program.tapes[rank]
-            if there < len(theirs) and theirs[there].kind is other.kind:
-                sent = reading(sent, rank, its, 0, theirs[there].inputs[0])
-                tape = went_on.tapes[rank]
-                readers = [o for o in tape if its.outputs[0] in o.inputs and o.kind is not OpKind.FREE]
+            if other_at < len(theirs) and theirs[other_at].kind is other.kind:
+                other_input = reading(other_input, rank, exchange, 0, theirs[other_at].inputs[0])
+                tape = other_output.tapes[rank]
+                readers = [o for o in tape if exchange.outputs[0] in o.inputs and o.kind is not OpKind.FREE]
                 for reader in readers[:1]:
-                    place = reader.inputs.index(its.outputs[0])
-                    went_on = reading(went_on, rank, reader, place, theirs[there].outputs[0])
-        yield sent
-        yield went_on
+                    place = reader.inputs.index(exchange.outputs[0])
+                    other_output = reading(other_output, rank, reader, place, theirs[other_at].outputs[0])
+        yield other_input
+        yield other_output
 
 
 @mutation
@@ -241,16 +245,16 @@ def collectives_of_one_value_in_another_order(program: Program) -> Iterator[Prog
     """Swap the reduction and the exchange or gather of a value."""
     tape = program.tapes[0]
     calls = {op.outputs[0]: (at, op) for at, op in enumerate(tape) if op.kind in COLLECTIVES and op.outputs}
-    for there, after in calls.values():
-        if not after.inputs or after.inputs[0] not in calls:
+    for second_at, second_op in calls.values():
+        if not second_op.inputs or second_op.inputs[0] not in calls:
             continue
-        at, op = calls[after.inputs[0]]
+        at, op = calls[second_op.inputs[0]]
         mutant = program
-        for rank, its in everywhere(program, at, op):
-            second = program.tapes[rank][there] if there < len(program.tapes[rank]) else its
-            if second.inputs == its.outputs:
-                ways = [o._replace(kind=w.kind, group=w.group) for o, w in ((its, second), (second, its))]
-                mutant = changed(changed(mutant, rank, at, ways[0]), rank, there, ways[1])
+        for rank, first in everywhere(program, at, op):
+            second = program.tapes[rank][second_at] if second_at < len(program.tapes[rank]) else first
+            if second.inputs == first.outputs:
+                swapped = [o._replace(kind=w.kind, group=w.group) for o, w in ((first, second), (second, first))]
+                mutant = changed(changed(mutant, rank, at, swapped[0]), rank, second_at, swapped[1])
         yield mutant
 
 
@@ -261,8 +265,8 @@ def reduced_after_it_is_used(program: Program) -> Iterator[Program]:
         if op.kind not in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER):
             continue
         mutant = program
-        for rank, its in everywhere(program, at, op):
-            tape = used_before(program, program.tapes[rank], its)
+        for rank, reduce in everywhere(program, at, op):
+            tape = used_before(program, program.tapes[rank], reduce)
             mutant = with_tape(mutant, rank, tape) if tape else mutant
         yield mutant
 
@@ -273,13 +277,13 @@ def used_before(program: Program, tape: list[Op], reduce: Op) -> list[Op] | None
     reader = next((o for o in tape if total in o.inputs and o.kind is not OpKind.FREE), None)
     if reader is None or not reader.outputs:
         return None
-    kept = [o for o in tape if o != reduce and not (o.kind is OpKind.WAIT and o.handle == reduce.handle)]
-    kept = [o for o in living_on(kept, term) if o != Op(OpKind.FREE, -1, (total,))]
+    ops = [o for o in tape if o != reduce and not (o.kind is OpKind.WAIT and o.handle == reduce.handle)]
+    ops = [o for o in living_on(ops, term) if o != Op(OpKind.FREE, -1, (total,))]
     late = renamed([reader], total, term)[0]
-    kept = renamed([late if o == reader else o for o in kept], total, term)
+    ops = renamed([late if o == reader else o for o in ops], total, term)
     layer = reader.layer if reader.kind in COLLECTIVES else layer_of_result(program, reader, 0)
     number = reader.outputs[0]
-    return then(kept, kept.index(late), reduce._replace(kind=OpKind.ALL_REDUCE, layer=layer, inputs=(number,)))
+    return issue_after(ops, ops.index(late), reduce._replace(kind=OpKind.ALL_REDUCE, layer=layer, inputs=(number,)))
 
 
 # Mistakes in waits and messages.
@@ -296,7 +300,7 @@ def late_wait(program: Program) -> Iterator[Program]:
     for rank, at, _ in places(program, OpKind.WAIT):
         for to in (at + 1, at + 2, len(program.tapes[rank]) - 1):
             if to < len(program.tapes[rank]):
-                yield moved(program, rank, at, to)
+                yield move_op(program, rank, at, to)
 
 
 @mutation
@@ -340,7 +344,7 @@ def swapped(program: Program, kind: OpKind) -> Iterator[Program]:
                     exchanged = list(tape)
                     exchanged[one], exchanged[other] = tape[other], tape[one]
                     yield with_tape(program, rank, exchanged)
-                    yield moved(program, rank, one, other)
+                    yield move_op(program, rank, one, other)
 
 
 @mutation
@@ -372,7 +376,7 @@ def broken_batch(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.SEND, OpKind.RECV):
         yield changed(program, rank, at, op._replace(batch=0 if op.batch else 5))
         if op.batch >= 0 and at + 2 < len(program.tapes[rank]):
-            yield moved(program, rank, at, at + 2)
+            yield move_op(program, rank, at, at + 2)
 
 
 # Mistakes about the root of a collective, and about what becomes of the members' values.
@@ -429,8 +433,8 @@ def root_left_out(program: Program) -> Iterator[Program]:
             tape = program.tapes[rank]
             op = tape[at]
             if rank == op.root:
-                gone = {at, wait_of(program, rank, op.handle)}
-                yield with_tape(program, rank, [o for i, o in enumerate(tape) if i not in gone])
+                removed = {at, wait_of(program, rank, op.handle)}
+                yield with_tape(program, rank, [o for i, o in enumerate(tape) if i not in removed])
 
 
 @mutation
@@ -442,13 +446,15 @@ def reduced_on_the_root_again(program: Program) -> Iterator[Program]:
             tape = mutant.tapes[rank]
             op, wait = tape[at], wait_of(mutant, rank, tape[at].handle)
             number = (op.outputs or op.inputs)[0]
-            made = (fresh_number(tape),) if rank == root else ()
+            outputs = (fresh_number(tape),) if rank == root else ()
             handle = 1 + max(o.handle for o in tape)
             group = op.group
-            again = Op(OpKind.REDUCE, op.layer, (number,), made, handle, group, root=root)
-            rest = [o._replace(inputs=tuple(made[0] if made and n == number else n for n in o.inputs)) for o in tape]
-            free = [Op(OpKind.FREE, -1, (number,))] if made else []
-            ops = [*tape[: wait + 1], again, Op(OpKind.WAIT, -1, handle=handle), *free, *rest[wait + 1 :]]
+            reduce = Op(OpKind.REDUCE, op.layer, (number,), outputs, handle, group, root=root)
+            rest = [
+                o._replace(inputs=tuple(outputs[0] if outputs and n == number else n for n in o.inputs)) for o in tape
+            ]
+            free = [Op(OpKind.FREE, -1, (number,))] if outputs else []
+            ops = [*tape[: wait + 1], reduce, Op(OpKind.WAIT, -1, handle=handle), *free, *rest[wait + 1 :]]
             mutant = with_tape(mutant, rank, ops)
         yield mutant
 
@@ -467,29 +473,29 @@ def another_block_sent(program: Program) -> Iterator[Program]:
         for other in sorted(blocks - set(op.inputs)) if op.inputs[0] in blocks else []:
             yield reading(program, rank, op, 0, other)
             mutant = program
-            for member, its in everywhere(program, at, op):
-                if {its.inputs[0], other} <= blocks_of(program, program.tapes[member]):
-                    mutant = reading(mutant, member, its, 0, other)
+            for member, send in everywhere(program, at, op):
+                if {send.inputs[0], other} <= blocks_of(program, program.tapes[member]):
+                    mutant = reading(mutant, member, send, 0, other)
             yield mutant
 
 
 def blocks_of(program: Program, tape: list[Op]) -> set[int]:
     """Numbers of a rank's blocks of keys and values, local and received, and of their gradients."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for op in tape:
-        came = op.expect is not None and op.expect.kind in BLOCKS
-        gathers = op.kind in (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ADD) and op.inputs[0] in found
+        received = op.expect is not None and op.expect.kind in BLOCKS
+        gathers = op.kind in (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ADD) and op.inputs[0] in numbers
         projects = op.kind is OpKind.FORWARD and program.sizes.signatures[op.layer].projects
         if projects or op.kind is OpKind.ATTEND_BACKWARD:
-            found.add(op.outputs[1])
-        elif came or gathers:
-            found |= set(op.outputs)
-    return found
+            numbers.add(op.outputs[1])
+        elif received or gathers:
+            numbers |= set(op.outputs)
+    return numbers
 
 
-def exchanges_of_mutations_of_hops(program: Program, at: int, op: Op) -> list[tuple[int, Op]]:
+def sends_of_hop(program: Program, at: int, op: Op) -> list[tuple[int, Op]]:
     """Yield (rank, send) of all ranks that have the same send at the same index."""
-    return [(rank, its) for rank, its in everywhere(program, at, op) if its.batch >= 0]
+    return [(rank, send) for rank, send in everywhere(program, at, op) if send.batch >= 0]
 
 
 @mutation
@@ -499,11 +505,11 @@ def hop_the_other_way(program: Program) -> Iterator[Program]:
         if op.kind is not OpKind.SEND or op.batch < 0:
             continue
         mutant = program
-        for rank, its in exchanges_of_mutations_of_hops(program, at, op):
-            both = {there: o for there, o in enumerate(program.tapes[rank]) if o.batch == its.batch}
-            peers = [o.peer for o in both.values()][::-1]
-            for (there, o), peer in zip(both.items(), peers, strict=True):
-                mutant = changed(mutant, rank, there, o._replace(peer=peer))
+        for rank, send in sends_of_hop(program, at, op):
+            batch = {index: o for index, o in enumerate(program.tapes[rank]) if o.batch == send.batch}
+            peers = [o.peer for o in batch.values()][::-1]
+            for (index, o), peer in zip(batch.items(), peers, strict=True):
+                mutant = changed(mutant, rank, index, o._replace(peer=peer))
         yield mutant
 
 
@@ -514,20 +520,20 @@ def hop_left_out(program: Program) -> Iterator[Program]:
         if op.kind is not OpKind.SEND or op.batch < 0:
             continue
         mutant = program
-        for rank, its in exchanges_of_mutations_of_hops(program, at, op):
-            mutant = with_tape(mutant, rank, _without_hop(mutant, rank, its))
+        for rank, send in sends_of_hop(program, at, op):
+            mutant = with_tape(mutant, rank, _without_hop(mutant, rank, send))
         yield mutant
 
 
 def _without_hop(program: Program, rank: int, send: Op) -> list[Op]:
     tape = program.tapes[rank]
-    both = [op for op in tape if op.batch == send.batch]
-    recv = next(op for op in both if op.kind is OpKind.RECV)
-    gone = [*both, *(tape[wait_of(program, rank, op.handle)] for op in both)]
-    own, came, fresh = send.inputs[0], recv.outputs[0], fresh_number(tape)
-    if any(came in op.inputs and own in op.inputs for op in tape):
-        return renamed([op for op in tape if op not in gone], came, fresh)  # the value would be added to itself
-    once = Op(OpKind.FREE, -1, (own,))
-    kept = [op for op in tape if op not in gone and op != once]
-    freed_twice = renamed(kept, came, own)
-    return living_on(freed_twice, own)
+    batch = [op for op in tape if op.batch == send.batch]
+    recv = next(op for op in batch if op.kind is OpKind.RECV)
+    removed = [*batch, *(tape[wait_of(program, rank, op.handle)] for op in batch)]
+    block, received, fresh = send.inputs[0], recv.outputs[0], fresh_number(tape)
+    if any(received in op.inputs and block in op.inputs for op in tape):
+        return renamed([op for op in tape if op not in removed], received, fresh)  # the value would be added to itself
+    once = Op(OpKind.FREE, -1, (block,))
+    ops = [op for op in tape if op not in removed and op != once]
+    freed_twice = renamed(ops, received, block)
+    return living_on(freed_twice, block)

@@ -13,7 +13,7 @@ from tests.support.mutating import (
     everywhere,
     fresh_number,
     living_on,
-    moved,
+    move_op,
     mutation,
     places,
     reading,
@@ -55,15 +55,15 @@ def block_left_out(program: Program) -> Iterator[Program]:
 def blocks_of_another_meeting(program: Program) -> Iterator[Program]:
     """Use an input (queries, block, result or gradient) of another layer, microbatch or hop, on one rank or on all."""
     for rank, at, op in places(program, *MEETS):
-        others = [(there, o) for r, there, o in places(program, op.kind) if r == rank and o != op]
-        for there, other in others:
+        others = [(other_at, o) for r, other_at, o in places(program, op.kind) if r == rank and o != op]
+        for other_at, other in others:
             for place in range(len(op.inputs)):
                 yield reading(program, rank, op, place, other.inputs[place])
                 mutant = program
-                for member, its in everywhere(program, at, op):
+                for member, member_op in everywhere(program, at, op):
                     theirs = program.tapes[member]
-                    if there < len(theirs) and theirs[there].kind is op.kind:
-                        mutant = reading(mutant, member, its, place, theirs[there].inputs[place])
+                    if other_at < len(theirs) and theirs[other_at].kind is op.kind:
+                        mutant = reading(mutant, member, member_op, place, theirs[other_at].inputs[place])
                 if rank == 0:
                     yield mutant
 
@@ -72,15 +72,15 @@ def blocks_of_another_meeting(program: Program) -> Iterator[Program]:
 def attended_in_part(program: Program) -> Iterator[Program]:
     """Let the next layer or the backward pass read a partial sum of attention, before all blocks are added."""
     for rank, tape in enumerate(program.tapes):
-        made = {n for op in tape if op.kind is OpKind.ATTEND for n in op.outputs}
+        partial_sums = {n for op in tape if op.kind is OpKind.ATTEND for n in op.outputs}
         for op in tape:
-            if op.kind is OpKind.ADD and made & set(op.inputs):
-                made |= set(op.outputs)
+            if op.kind is OpKind.ADD and partial_sums & set(op.inputs):
+                partial_sums |= set(op.outputs)
         for op in tape:
             if op.kind in (OpKind.ADD, OpKind.FREE, OpKind.WAIT):
                 continue
             for place, number in enumerate(op.inputs):
-                for other in sorted(made - {number}) if number in made else []:
+                for other in sorted(partial_sums - {number}) if number in partial_sums else []:
                     yield reading(program, rank, op, place, other)
 
 
@@ -92,10 +92,10 @@ def slices_dealt_otherwise(program: Program) -> Iterator[Program]:
         assert op.holds is not None
         for other in {op.holds.mask << 1, op.holds.mask >> 1, op.holds.mask & op.holds.mask - 1} - {0}:
             yield changed(program, rank, at, op._replace(holds=Holds(other, op.holds.of)))
-        for another, there, theirs in loads:
-            if rank < another and op.holds != theirs.holds:
+        for other_rank, other_at, theirs in loads:
+            if rank < other_rank and op.holds != theirs.holds:
                 mutant = changed(program, rank, at, op._replace(holds=theirs.holds))
-                yield changed(mutant, another, there, theirs._replace(holds=op.holds))
+                yield changed(mutant, other_rank, other_at, theirs._replace(holds=op.holds))
     count = program.rules.space.sequence
     runs, mutant = program.mesh.cp, program
     for rank, at, op in loads:
@@ -128,11 +128,11 @@ def weight_half_done_twice(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.BACKWARD_WEIGHT):
         tape = program.tapes[rank]
         fresh, (gradient,) = fresh_number(tape), op.outputs
-        again = op._replace(outputs=(fresh,))
+        second = op._replace(outputs=(fresh,))
         free = Op(OpKind.FREE, -1, (fresh,))
-        kept = living_on(living_on(tape, op.inputs[0]), op.inputs[1])
-        at = kept.index(op) + 1
-        yield with_tape(program, rank, [*kept[:at], again, free, *kept[at:]])
+        ops = living_on(living_on(tape, op.inputs[0]), op.inputs[1])
+        at = ops.index(op) + 1
+        yield with_tape(program, rank, [*ops[:at], second, free, *ops[at:]])
         add = Op(OpKind.ADD, op.layer, (gradient, gradient), (fresh,))
         rest = [o for o in tape if o != Op(OpKind.FREE, -1, (gradient,))]
         at = rest.index(op) + 1
@@ -162,9 +162,9 @@ def weight_half_before_its_input_half(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.BACKWARD_WEIGHT):
         tape = program.tapes[rank]
         first = next(i for i, o in enumerate(tape) if op.inputs[2] in o.outputs)
-        yield moved(program, rank, at, first)
+        yield move_op(program, rank, at, first)
         if first:
-            yield moved(program, rank, at, first - 1)
+            yield move_op(program, rank, at, first - 1)
 
 
 @mutation
@@ -181,11 +181,11 @@ def whole_backward_and_a_weight_half(program: Program) -> Iterator[Program]:
 def state_of_another_shard(program: Program) -> Iterator[Program]:
     """Swap the slices of the optimizer state of two ranks, or load the same slice on both."""
     loads = list(places(program, OpKind.LOAD_OPT_STATE))
-    for (one, at, op), (other, there, theirs) in itertools.combinations(loads, 2):
+    for (one, at, op), (other, other_at, theirs) in itertools.combinations(loads, 2):
         if one != other and op.layer == theirs.layer and op.holds != theirs.holds:
             mutant = changed(program, one, at, op._replace(holds=theirs.holds))
             yield mutant
-            yield changed(mutant, other, there, theirs._replace(holds=op.holds))
+            yield changed(mutant, other, other_at, theirs._replace(holds=op.holds))
 
 
 @mutation
@@ -212,12 +212,12 @@ def _ungathered(tape: list[Op], gather: Op) -> list[Op]:
 
 def scalars(tape: list[Op]) -> set[int]:
     """Numbers of the values of norms and of their sums on a tape."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for op in tape:
-        summed = op.kind in (OpKind.ADD, OpKind.ALL_REDUCE) and op.inputs[0] in found
+        summed = op.kind in (OpKind.ADD, OpKind.ALL_REDUCE) and op.inputs[0] in numbers
         if op.kind is OpKind.NORM or summed or (op.kind is OpKind.RECV and op.expect and not op.expect.microbatches):
-            found |= set(op.outputs)
-    return found
+            numbers |= set(op.outputs)
+    return numbers
 
 
 @mutation
@@ -235,10 +235,10 @@ def part_of_the_norm_twice(program: Program) -> Iterator[Program]:
         tape, (part,) = program.tapes[rank], op.outputs
         yield with_tape(program, rank, added_twice(tape, at, part, 0))
         for other in [o for o in tape if o.kind is OpKind.NORM and o != op]:
-            kept = living_on(tape, other.inputs[0])
-            yield with_tape(program, rank, [op._replace(inputs=other.inputs) if o == op else o for o in kept])
-            moved = op._replace(inputs=other.inputs, layer=other.layer)
-            yield with_tape(program, rank, [moved if o == op else o for o in kept])
+            ops = living_on(tape, other.inputs[0])
+            yield with_tape(program, rank, [op._replace(inputs=other.inputs) if o == op else o for o in ops])
+            replaced = op._replace(inputs=other.inputs, layer=other.layer)
+            yield with_tape(program, rank, [replaced if o == op else o for o in ops])
 
 
 @mutation
@@ -249,10 +249,10 @@ def norm_of_an_unfinished_gradient(program: Program) -> Iterator[Program]:
         for number in sorted({n for o in tape if o.kind not in (OpKind.FREE, OpKind.WAIT) for n in o.inputs}):
             makers = {o.kind for o in tape if number in o.outputs}
             if makers & {OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT, OpKind.ADD, OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE}:
-                kept = living_on(tape, number)
+                ops = living_on(tape, number)
                 if number != op.inputs[0]:
-                    again = op._replace(inputs=(number,))
-                    yield with_tape(program, rank, [again if o == op else o for o in kept])
+                    early_norm = op._replace(inputs=(number,))
+                    yield with_tape(program, rank, [early_norm if o == op else o for o in ops])
 
 
 @mutation
@@ -260,8 +260,8 @@ def update_with_a_part_of_the_norm(program: Program) -> Iterator[Program]:
     for rank, _, op in places(program, OpKind.UPDATE):
         tape = program.tapes[rank]
         for number in sorted(scalars(tape) - set(op.inputs)):
-            given = op._replace(inputs=(*op.inputs[:3], number, *op.inputs[4:]))
-            yield with_tape(program, rank, [given if o == op else o for o in living_on(tape, number)])
+            new_update = op._replace(inputs=(*op.inputs[:3], number, *op.inputs[4:]))
+            yield with_tape(program, rank, [new_update if o == op else o for o in living_on(tape, number)])
 
 
 @mutation
@@ -284,9 +284,9 @@ def _without_norm(update: Op) -> Op:
 def squares_counted_on_every_rank(program: Program) -> Iterator[Program]:
     """Sum the squares over an axis last, so that squares of replicated gradients are counted by every rank."""
     tape = program.tapes[0]
-    found = scalars(tape)
+    norm_numbers = scalars(tape)
     for at, op in enumerate(tape):
-        if op.kind is not OpKind.ALL_REDUCE or op.inputs[0] not in found or op.group is None:
+        if op.kind is not OpKind.ALL_REDUCE or op.inputs[0] not in norm_numbers or op.group is None:
             continue
         mutant = program
         for rank in range(program.ranks):
@@ -307,8 +307,8 @@ def _reduced_last(program: Program, rank: int, op: Op) -> list[Op]:
         return tape
     norm = tape[first].inputs[3]
     fresh = fresh_number(tape)
-    again = [op._replace(inputs=(norm,), outputs=(fresh,)), wait, Op(OpKind.FREE, -1, (norm,))]
-    return [*tape[:first], *again, *renamed(tape[first:], norm, fresh)]
+    late_reduce = [op._replace(inputs=(norm,), outputs=(fresh,)), wait, Op(OpKind.FREE, -1, (norm,))]
+    return [*tape[:first], *late_reduce, *renamed(tape[first:], norm, fresh)]
 
 
 # Mistakes in the directions of matrices that are stepped whole.
@@ -317,13 +317,13 @@ def _reduced_last(program: Program, rank: int, op: Op) -> list[Op]:
 def directed(program: Program) -> Iterator[tuple[int, Op, int]]:
     """Yield (rank, update, direction) of every update that reads a direction."""
     for rank, tape in enumerate(program.tapes):
-        made = {op.outputs[0]: op.inputs for op in tape if op.kind in (OpKind.DIRECTION, OpKind.ALL_GATHER)}
+        sources = {op.outputs[0]: op.inputs for op in tape if op.kind in (OpKind.DIRECTION, OpKind.ALL_GATHER)}
         first = {op.outputs[0] for op in tape if op.kind is OpKind.DIRECTION}
         for op in tape:
             if op.kind is OpKind.UPDATE and op.inputs[3:]:
                 number = op.inputs[-1]
-                while number in made and number not in first:
-                    (number,) = made[number]
+                while number in sources and number not in first:
+                    (number,) = sources[number]
                 if number in first:
                     yield rank, op, op.inputs[-1]
 
@@ -348,9 +348,9 @@ def direction_not_gathered(program: Program) -> Iterator[Program]:
 
 @mutation
 def direction_of_another_layer(program: Program) -> Iterator[Program]:
-    found = list(directed(program))
-    for rank, op, _ in found:
-        for other, update, direction in found:
+    updates = list(directed(program))
+    for rank, op, _ in updates:
+        for other, update, direction in updates:
             if other == rank and update.layer != op.layer:
                 yield reading(program, rank, op, len(op.inputs) - 1, direction)
 
@@ -409,15 +409,15 @@ def carried_of_another_pass(program: Program) -> Iterator[Program]:
     """Use a carried value of another layer or microbatch, on one rank or on all."""
     for rank, at, op in places(program, *CARRIED):
         for place in range(CARRIED[op.kind], len(op.inputs)):
-            for r, there, other in places(program, op.kind):
+            for r, other_at, other in places(program, op.kind):
                 if r != rank or other == op or len(other.inputs) <= place:
                     continue
                 yield reading(program, rank, op, place, other.inputs[place])
                 mutant = program
-                for member, its in everywhere(program, at, op) if rank == 0 else ():
+                for member, member_op in everywhere(program, at, op) if rank == 0 else ():
                     theirs = program.tapes[member]
-                    if there < len(theirs) and len(theirs[there].inputs) > place:
-                        mutant = reading(mutant, member, its, place, theirs[there].inputs[place])
+                    if other_at < len(theirs) and len(theirs[other_at].inputs) > place:
+                        mutant = reading(mutant, member, member_op, place, theirs[other_at].inputs[place])
                 yield mutant
 
 
@@ -427,20 +427,25 @@ def another_part_of_the_experts(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.FORWARD):
         if op.holds is None:
             continue
-        for way in range(5):
-            yield changed(program, rank, at, op._replace(holds=other_part(op.holds, way)))
-        for way in range(5) if rank == 0 else ():
+        for choice in range(5):
+            yield changed(program, rank, at, op._replace(holds=other_part(op.holds, choice)))
+        for choice in range(5) if rank == 0 else ():
             mutant = program
-            for member, its in everywhere(program, at, op):
-                mutant = changed(mutant, member, at, its._replace(holds=its.holds and other_part(its.holds, way)))
+            for member, member_op in everywhere(program, at, op):
+                mutant = changed(
+                    mutant,
+                    member,
+                    at,
+                    member_op._replace(holds=member_op.holds and other_part(member_op.holds, choice)),
+                )
             yield mutant
 
 
-def other_part(holds: Holds, way: int) -> Holds | None:
+def other_part(holds: Holds, choice: int) -> Holds | None:
     """Return the next part, its first half, a part of twice the size, all experts as one part, or None (all)."""
     place, of = holds.mask.bit_length() - 1, holds.of
     others = Holds(1 << (place + 1) % of, of), Holds(1 << 2 * place, 2 * of), Holds(1 << place // 2, (of + 1) // 2)
-    return (*others, Holds(1, 1), None)[way]
+    return (*others, Holds(1, 1), None)[choice]
 
 
 # Mistakes in a weight that head and embedding share: in its two gradients, and in who counts its squares.
@@ -460,15 +465,15 @@ def uses(program: Program) -> Iterator[tuple[int, int, Op]]:
 def use_of_a_tied_weight_left_out(program: Program) -> Iterator[Program]:
     """Compute a gradient of the shared weight but do not add it, on one rank or on all."""
     for rank, at, op in uses(program):
-        chosen = [(rank, op)]
-        for members in (chosen, list(everywhere(program, at, op))):
+        one_rank = [(rank, op)]
+        for members in (one_rank, list(everywhere(program, at, op))):
             mutant = program
-            for member, its in members:
-                rest = without_summand(mutant.tapes[member], its.outputs[0])
+            for member, member_op in members:
+                rest = without_summand(mutant.tapes[member], member_op.outputs[0])
                 if rest is not None:
-                    after = rest.index(its) + 1
-                    free = Op(OpKind.FREE, -1, its.outputs[:1])
-                    mutant = with_tape(mutant, member, [*rest[:after], free, *rest[after:]])
+                    end = rest.index(member_op) + 1
+                    free = Op(OpKind.FREE, -1, member_op.outputs[:1])
+                    mutant = with_tape(mutant, member, [*rest[:end], free, *rest[end:]])
             yield mutant
 
 
@@ -504,13 +509,13 @@ def squares_of_a_tied_weight_twice(program: Program) -> Iterator[Program]:
         if op.layer == 0 and len(op.inputs) == 4:
             tape = program.tapes[rank]
             fresh = fresh_number(tape)
-            more = [
+            extra_ops = [
                 Op(OpKind.NORM, 0, op.inputs[:1], (fresh,)),
                 Op(OpKind.ADD, 0, (op.inputs[3], fresh), (fresh + 1,)),
                 Op(OpKind.FREE, -1, (fresh,)),
             ]
-            given = op._replace(inputs=(*op.inputs[:3], fresh + 1))
-            yield changed(program, rank, at, *more, given, Op(OpKind.FREE, -1, (fresh + 1,)))
+            new_update = op._replace(inputs=(*op.inputs[:3], fresh + 1))
+            yield changed(program, rank, at, *extra_ops, new_update, Op(OpKind.FREE, -1, (fresh + 1,)))
 
 
 @mutation
@@ -521,9 +526,9 @@ def head_updated_as_if_alone(program: Program) -> Iterator[Program]:
     mutant = program
     for rank, tape in enumerate(program.tapes):
         for op in [o for o in tape if o.kind is OpKind.UPDATE and o.layer == 0]:
-            made = next(o for o in tape if op.inputs[0] in o.outputs)
-            if made.kind is OpKind.ALL_REDUCE:
-                given = op._replace(inputs=(made.inputs[0], *op.inputs[1:]))
-                kept = living_on(mutant.tapes[rank], made.inputs[0])
-                mutant = with_tape(mutant, rank, [given if o == op else o for o in kept])
+            producer = next(o for o in tape if op.inputs[0] in o.outputs)
+            if producer.kind is OpKind.ALL_REDUCE:
+                new_update = op._replace(inputs=(producer.inputs[0], *op.inputs[1:]))
+                ops = living_on(mutant.tapes[rank], producer.inputs[0])
+                mutant = with_tape(mutant, rank, [new_update if o == op else o for o in ops])
     yield mutant

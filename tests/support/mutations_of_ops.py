@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardlab.language import Holds, Mesh, Op, OpKind, Program, Sizes
 from shardlab.language.ops import COMMUNICATION
-from tests.support.mutating import changed, fresh_number, moved, mutation, places, renamed, with_tape
+from tests.support.mutating import changed, fresh_number, move_op, mutation, places, renamed, with_tape
 
 
 @mutation
@@ -29,19 +29,19 @@ def duplicated_op_with_new_numbers(program: Program) -> Iterator[Program]:
         tape = program.tapes[rank]
         fresh = fresh_number(tape)
         handle = 1 + max(o.handle for o in tape) if op.handle >= 0 and op.kind is not OpKind.WAIT else op.handle
-        again = op._replace(outputs=tuple(range(fresh, fresh + len(op.outputs))), handle=handle)
+        duplicate = op._replace(outputs=tuple(range(fresh, fresh + len(op.outputs))), handle=handle)
         rest = tape[at + 1 :]
-        for old, new in zip(op.outputs, again.outputs, strict=True):
+        for old, new in zip(op.outputs, duplicate.outputs, strict=True):
             rest = renamed(rest, old, new)
         waits = [Op(OpKind.WAIT, -1, handle=handle)] if op.kind in COMMUNICATION else []
-        yield with_tape(program, rank, [*tape[: at + 1], again, *waits, *rest])
+        yield with_tape(program, rank, [*tape[: at + 1], duplicate, *waits, *rest])
 
 
 @mutation
 def swapped_neighbours(program: Program) -> Iterator[Program]:
     for rank, at, _ in places(program):
         if at:
-            yield moved(program, rank, at, at - 1)
+            yield move_op(program, rank, at, at - 1)
 
 
 @mutation

@@ -15,7 +15,7 @@ from tests.support.mutating import (
     everywhere,
     fresh_number,
     living_on,
-    moved,
+    move_op,
     mutation,
     places,
     reading,
@@ -60,25 +60,27 @@ def collective_too_many(program: Program) -> Iterator[Program]:
         if len(group.ranks) < 2:
             continue
         for at, op in enumerate(program.tapes[0]):
-            there = [program.tapes[rank][at : at + 1] for rank in group.ranks]
-            alike = (op.kind, op.layer, len(op.outputs))
-            if op.kind not in ROWS or any([(o.kind, o.layer, len(o.outputs)) for o in ops] != [alike] for ops in there):
+            ops_at = [program.tapes[rank][at : at + 1] for rank in group.ranks]
+            signature = (op.kind, op.layer, len(op.outputs))
+            if op.kind not in ROWS or any(
+                [(o.kind, o.layer, len(o.outputs)) for o in ops] != [signature] for ops in ops_at
+            ):
                 continue
             outputs = len(op.outputs) - (op.kind in (OpKind.FORWARD, OpKind.BACKWARD_INPUT))
             for place, kind in itertools.product(range(outputs), sorted(COLLECTIVES, key=lambda kind: kind.value)):
                 mutant = program
                 for rank in group.ranks:
                     tape = mutant.tapes[rank]
-                    made = tape[at].outputs[place]
+                    number = tape[at].outputs[place]
                     fresh, handle = fresh_number(tape), 1 + max(o.handle for o in tape)
                     layer = layer_of_result(program, op, place)
-                    more = [
-                        Op(kind, layer, (made,), (fresh,), handle, mesh.group(rank, axis)),
+                    extra_ops = [
+                        Op(kind, layer, (number,), (fresh,), handle, mesh.group(rank, axis)),
                         Op(OpKind.WAIT, -1, handle=handle),
-                        Op(OpKind.FREE, -1, (made,)),
+                        Op(OpKind.FREE, -1, (number,)),
                     ]
-                    rest = renamed(tape[at + 1 :], made, fresh)
-                    mutant = with_tape(mutant, rank, [*tape[: at + 1], *more, *rest])
+                    rest = renamed(tape[at + 1 :], number, fresh)
+                    mutant = with_tape(mutant, rank, [*tape[: at + 1], *extra_ops, *rest])
                 yield mutant
 
 
@@ -92,8 +94,8 @@ def collective_over_another_axis(program: Program) -> Iterator[Program]:
             for axis in axes:
                 mutant = program
                 for rank, tape in enumerate(program.tapes):
-                    alike = at < len(tape) and tape[at].kind is op.kind and tape[at].layer == op.layer
-                    if alike and axis != op.group.axis:
+                    is_same_op = at < len(tape) and tape[at].kind is op.kind and tape[at].layer == op.layer
+                    if is_same_op and axis != op.group.axis:
                         mutant = changed(mutant, rank, at, tape[at]._replace(group=mesh.group(rank, axis)))
                 if mutant is not program:
                     yield mutant
@@ -133,8 +135,10 @@ def slice_of_another_rank(program: Program) -> Iterator[Program]:
         loads.setdefault((op.layer, rank), {})[op.kind] = at, op
     for (layer, rank), mine in loads.items():
         for (other_layer, other), theirs in loads.items():
-            same = all(mine[kind][1].holds == theirs[kind][1].holds for kind in mine) if layer == other_layer else True
-            if same or rank == other:
+            same_slices = (
+                all(mine[kind][1].holds == theirs[kind][1].holds for kind in mine) if layer == other_layer else True
+            )
+            if same_slices or rank == other:
                 continue
             mutant = program
             for kind, (at, op) in mine.items():
@@ -179,9 +183,9 @@ def another_zero(program: Program) -> Iterator[Program]:
         for place in range(len(op.inputs)):
             tape = living_on(program.tapes[rank], op.inputs[place])
             spoilt = op._replace(inputs=(*op.inputs[:place], fresh, *op.inputs[place + 1 :]))
-            where = tape.index(op)
+            index = tape.index(op)
             end = Op(OpKind.FREE, -1, (fresh,))
-            yield with_tape(program, rank, [*tape[:where], zero, spoilt, *tape[where + 1 :], end])
+            yield with_tape(program, rank, [*tape[:index], zero, spoilt, *tape[index + 1 :], end])
 
 
 @mutation
@@ -201,8 +205,8 @@ def another_factor(program: Program) -> Iterator[Program]:
         ):
             yield changed(program, rank, at, op._replace(factor=factor))
             mutant = program
-            for other, its in everywhere(program, at, op):
-                mutant = changed(mutant, other, at, its._replace(factor=factor))
+            for other, member_op in everywhere(program, at, op):
+                mutant = changed(mutant, other, at, member_op._replace(factor=factor))
             yield mutant
 
 
@@ -226,8 +230,8 @@ def mean_for_a_sum(program: Program) -> Iterator[Program]:
         other = Reduction.MEAN if op.reduction is Reduction.SUM else Reduction.SUM
         yield changed(program, rank, at, op._replace(reduction=other))
         mutant = program
-        for member, its in everywhere(program, at, op):
-            mutant = changed(mutant, member, at, its._replace(reduction=other))
+        for member, member_op in everywhere(program, at, op):
+            mutant = changed(mutant, member, at, member_op._replace(reduction=other))
         yield mutant
 
 
@@ -241,14 +245,14 @@ def piece_left_out(program: Program) -> Iterator[Program]:
 @mutation
 def another_piece(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.CONCATENATE):
-        made = {n for o in program.tapes[rank][:at] for n in o.outputs}
+        earlier_outputs = {n for o in program.tapes[rank][:at] for n in o.outputs}
         for place in range(len(op.inputs)):
-            for other in (*op.inputs, *made):
+            for other in (*op.inputs, *earlier_outputs):
                 yield reading(program, rank, op, place, other)
 
 
-def sliced(op: Op, number: int, made: int, holds: Holds) -> Op:
-    return Op(OpKind.SLICE, op.layer, (number,), (made,), holds=holds)
+def sliced(op: Op, number: int, output: int, holds: Holds) -> Op:
+    return Op(OpKind.SLICE, op.layer, (number,), (output,), holds=holds)
 
 
 @mutation
@@ -258,12 +262,12 @@ def slice_in_flight_while_it_is_updated(program: Program) -> Iterator[Program]:
         tape = program.tapes[rank]
         part, copy, handle = fresh_number(tape), fresh_number(tape) + 1, 1 + max(o.handle for o in tape)
         for holds in (Holds(1, 2), Holds(2, 3)):
-            before = [
+            start = [
                 sliced(op, op.inputs[1], part, holds),
                 Op(OpKind.ALL_GATHER, op.layer, (part,), (copy,), handle, group_of("dp_shard", (rank,))),
             ]
-            after = [Op(OpKind.WAIT, -1, handle=handle), *(Op(OpKind.FREE, -1, (n,)) for n in (part, copy))]
-            yield with_tape(program, rank, [*tape[:at], *before, op, *after, *tape[at + 1 :]])
+            end = [Op(OpKind.WAIT, -1, handle=handle), *(Op(OpKind.FREE, -1, (n,)) for n in (part, copy))]
+            yield with_tape(program, rank, [*tape[:at], *start, op, *end, *tape[at + 1 :]])
 
 
 @mutation
@@ -274,12 +278,12 @@ def a_second_update_through_slices(program: Program) -> Iterator[Program]:
         tape = program.tapes[rank]
         for number in (gradient, *norms):
             tape = living_on(tape, number)
-        view, part, new, moved = range(fresh_number(tape), fresh_number(tape) + 4)
-        again = Op(OpKind.UPDATE, op.layer, (gradient, view, part, *norms), (new, moved))
-        before = [sliced(op, weight, view, Holds(1, 1)), sliced(op, state, part, Holds(2, 2))]
-        for both in ([op, again], [again, op]):
-            gone = [Op(OpKind.FREE, -1, (n,)) for n in (new, moved)]
-            yield with_tape(program, rank, [*tape[:at], *before, *both, *gone, *tape[at + 1 :]])
+        view, part, new, new_state = range(fresh_number(tape), fresh_number(tape) + 4)
+        second = Op(OpKind.UPDATE, op.layer, (gradient, view, part, *norms), (new, new_state))
+        slices = [sliced(op, weight, view, Holds(1, 1)), sliced(op, state, part, Holds(2, 2))]
+        for updates in ([op, second], [second, op]):
+            frees = [Op(OpKind.FREE, -1, (n,)) for n in (new, new_state)]
+            yield with_tape(program, rank, [*tape[:at], *slices, *updates, *frees, *tape[at + 1 :]])
 
 
 @mutation
@@ -289,8 +293,8 @@ def an_arrival_beside_a_slice(program: Program) -> Iterator[Program]:
         tape = program.tapes[rank]
         view, output = range(fresh_number(tape), fresh_number(tape) + 2)
         handle = 1 + max(o.handle for o in tape)
-        for other, there, same in places(program, OpKind.UPDATE):
-            if other == rank or same.layer != op.layer:
+        for other, other_at, other_op in places(program, OpKind.UPDATE):
+            if other == rank or other_op.layer != op.layer:
                 continue
             arrival = [
                 sliced(op, op.inputs[1], view, Holds(1, 1)),
@@ -311,8 +315,8 @@ def an_arrival_beside_a_slice(program: Program) -> Iterator[Program]:
             mine = [*tape[:at], *arrival, late, Op(OpKind.FREE, -1, op.outputs[:1]), *rest]
             theirs = program.tapes[other]
             number = 1 + max(o.handle for o in theirs)
-            send = Op(OpKind.SEND, op.layer, same.outputs[:1], (), number, peer=rank)
-            telling = [*theirs[: there + 1], send, Op(OpKind.WAIT, -1, handle=number), *theirs[there + 1 :]]
+            send = Op(OpKind.SEND, op.layer, other_op.outputs[:1], (), number, peer=rank)
+            telling = [*theirs[: other_at + 1], send, Op(OpKind.WAIT, -1, handle=number), *theirs[other_at + 1 :]]
             yield with_tape(with_tape(program, rank, mine), other, telling)
 
 
@@ -323,14 +327,14 @@ def an_arrival_beside_a_slice(program: Program) -> Iterator[Program]:
 def cast_left_out(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.CAST):
         tape = program.tapes[rank]
-        (given,), (made,) = op.inputs, op.outputs
-        rest = [o for o in tape[at + 1 :] if not (o.kind is OpKind.FREE and o.inputs == (made,))]
-        free = next((i for i, o in enumerate(rest) if o.kind is OpKind.FREE and o.inputs == (given,)), None)
-        gone = next((i for i, o in enumerate(tape) if o.kind is OpKind.FREE and o.inputs == (made,)), None)
-        if free is not None and gone is not None:
+        (source,), (result,) = op.inputs, op.outputs
+        rest = [o for o in tape[at + 1 :] if not (o.kind is OpKind.FREE and o.inputs == (result,))]
+        free = next((i for i, o in enumerate(rest) if o.kind is OpKind.FREE and o.inputs == (source,)), None)
+        end = next((i for i, o in enumerate(tape) if o.kind is OpKind.FREE and o.inputs == (result,)), None)
+        if free is not None and end is not None:
             rest = [o for i, o in enumerate(rest) if i != free]
-            rest.insert(min(len(rest), gone - at - 2), Op(OpKind.FREE, -1, (made,)))
-        yield with_tape(program, rank, [*tape[:at], *renamed(rest, made, given)])
+            rest.insert(min(len(rest), end - at - 2), Op(OpKind.FREE, -1, (result,)))
+        yield with_tape(program, rank, [*tape[:at], *renamed(rest, result, source)])
 
 
 @mutation
@@ -382,12 +386,12 @@ def a_second_state_of_a_weight(program: Program) -> Iterator[Program]:
             continue
         for number in (gradient, *norms):
             tape = living_on(tape, number)
-        copy, second, new, moved = range(fresh_number(tape), fresh_number(tape) + 4)
-        again = Op(OpKind.UPDATE, op.layer, (gradient, copy, second, *norms), (new, moved))
+        copy, second, new, new_state = range(fresh_number(tape), fresh_number(tape) + 4)
+        second_op = Op(OpKind.UPDATE, op.layer, (gradient, copy, second, *norms), (new, new_state))
         at = tape.index(op)
         for holds in load.holds.split(2):
-            before = [load._replace(holds=holds, outputs=(second,)), *tape[:at], *copied(tape, rank, op, copy)]
-            yield with_tape(program, rank, [*before, op, again, Op(OpKind.FREE, -1, (new,)), *tape[at + 1 :]])
+            start = [load._replace(holds=holds, outputs=(second,)), *tape[:at], *copied(tape, rank, op, copy)]
+            yield with_tape(program, rank, [*start, op, second_op, Op(OpKind.FREE, -1, (new,)), *tape[at + 1 :]])
 
 
 @mutation
@@ -398,8 +402,8 @@ def an_update_after_an_arrival(program: Program) -> Iterator[Program]:
         copy, output = range(fresh_number(tape), fresh_number(tape) + 2)
         copying = copied(tape, rank, op, copy)
         handle = copying[0].handle + 1
-        for other, there, same in places(program, OpKind.UPDATE):
-            if other == rank or same.layer != op.layer:
+        for other, other_at, other_op in places(program, OpKind.UPDATE):
+            if other == rank or other_op.layer != op.layer:
                 continue
             expect = ExpectedValue(Kind.WEIGHT, op.layer, 0)
             arrival = [
@@ -412,8 +416,8 @@ def an_update_after_an_arrival(program: Program) -> Iterator[Program]:
             mine = [*tape[:at], *copying, *arrival, late, Op(OpKind.FREE, -1, op.outputs[:1]), *rest]
             theirs = program.tapes[other]
             number = 1 + max(o.handle for o in theirs)
-            send = Op(OpKind.SEND, op.layer, same.outputs[:1], (), number, peer=rank)
-            telling = [*theirs[: there + 1], send, Op(OpKind.WAIT, -1, handle=number), *theirs[there + 1 :]]
+            send = Op(OpKind.SEND, op.layer, other_op.outputs[:1], (), number, peer=rank)
+            telling = [*theirs[: other_at + 1], send, Op(OpKind.WAIT, -1, handle=number), *theirs[other_at + 1 :]]
             yield with_tape(with_tape(program, rank, mine), other, telling)
 
 
@@ -425,7 +429,7 @@ def early_free(program: Program) -> Iterator[Program]:
     for rank, at, _ in places(program, OpKind.FREE):
         for distance in (1, 2, 3, 5, 9):
             if at >= distance:
-                yield moved(program, rank, at, at - distance)
+                yield move_op(program, rank, at, at - distance)
 
 
 @mutation
@@ -438,7 +442,7 @@ def missing_free(program: Program) -> Iterator[Program]:
 def early_update(program: Program) -> Iterator[Program]:
     for rank, at, _ in places(program, OpKind.UPDATE):
         for to in range(0, at, max(1, at // 12)):
-            yield moved(program, rank, at, to)
+            yield move_op(program, rank, at, to)
 
 
 @mutation
@@ -461,10 +465,10 @@ def weight_read_after_its_update(program: Program) -> Iterator[Program]:
         for op in [o for o in tape if o.kind is OpKind.FORWARD and o.inputs[1] == update.inputs[1]]:
             free = Op(OpKind.FREE, -1, op.inputs[:1])
             rest = [o for o in tape if o != free]
-            after = rest.index(update) + 1
-            again = op._replace(inputs=(op.inputs[0], update.outputs[0]), outputs=(fresh,))
+            end = rest.index(update) + 1
+            second_pass = op._replace(inputs=(op.inputs[0], update.outputs[0]), outputs=(fresh,))
             freed = [Op(OpKind.FREE, -1, (fresh,)), free]
-            yield with_tape(program, rank, [*rest[:after], again, *freed, *rest[after:]])
+            yield with_tape(program, rank, [*rest[:end], second_pass, *freed, *rest[end:]])
 
 
 @mutation
@@ -478,8 +482,8 @@ def weight_left_stale(program: Program) -> Iterator[Program]:
 def second_update(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.UPDATE):
         fresh = fresh_number(program.tapes[rank])
-        again = op._replace(inputs=(op.inputs[0], *op.outputs), outputs=(fresh, fresh + 1))
-        yield changed(program, rank, at, op, again)
+        second = op._replace(inputs=(op.inputs[0], *op.outputs), outputs=(fresh, fresh + 1))
+        yield changed(program, rank, at, op, second)
 
 
 # Mistakes with values that are copied to other places.
@@ -492,10 +496,10 @@ COPIES = (OpKind.OFFLOAD, OpKind.RELOAD)
 def copy_left_out(program: Program) -> Iterator[Program]:
     """Read the original in place of the copy, with the same lifetime."""
     for rank, at, op in places(program, *COPIES):
-        (given,), (made,) = op.inputs, op.outputs
-        gone = (Op(OpKind.WAIT, -1, handle=op.handle), Op(OpKind.FREE, -1, (given,)))
-        rest = [each for each in program.tapes[rank][at + 1 :] if each not in gone]
-        yield with_tape(program, rank, [*program.tapes[rank][:at], *renamed(rest, made, given)])
+        (source,), (result,) = op.inputs, op.outputs
+        removed = (Op(OpKind.WAIT, -1, handle=op.handle), Op(OpKind.FREE, -1, (source,)))
+        rest = [other for other in program.tapes[rank][at + 1 :] if other not in removed]
+        yield with_tape(program, rank, [*program.tapes[rank][:at], *renamed(rest, result, source)])
 
 
 @mutation
@@ -533,7 +537,7 @@ def loaded_from_another_place(program: Program) -> Iterator[Program]:
 def read_where_it_was(program: Program) -> Iterator[Program]:
     """An op reads the value of which a copy was made for it."""
     for rank, _, op in places(program, *COPIES):
-        (given,), (made,) = op.inputs, op.outputs
+        (source,), (result,) = op.inputs, op.outputs
         for other in program.tapes[rank]:
-            if made in other.inputs and other.kind is not OpKind.FREE:
-                yield reading(program, rank, other, other.inputs.index(made), given)
+            if result in other.inputs and other.kind is not OpKind.FREE:
+                yield reading(program, rank, other, other.inputs.index(result), source)

@@ -23,10 +23,13 @@ _derived: dict[tuple[Any, ...], Any] = {}
 
 def _derive_once(f: Any, **options: Any) -> Any:
     """Derive the options of a union of commands at its first use, and those of one command when a line names it."""
-    named: list[Any] = [getattr(each, "__metadata__", (None,))[0] for each in get_args(f)]
-    if options["parent_classes"] or not named or not all(isinstance(each, _Subcommand) for each in named):
+    commands: list[Any] = [getattr(command, "__metadata__", (None,))[0] for command in get_args(f)]
+    if options["parent_classes"] or not commands or not all(isinstance(command, _Subcommand) for command in commands):
         return _derive(f, **options)
-    key = options["description"], *((each.name, each.constructor_factory(), each.description) for each in named)
+    key = (
+        options["description"],
+        *((command.name, command.constructor_factory(), command.description) for command in commands),
+    )
     if key not in _derived:
         _derived[key] = _derive(f, **options)
     return _derived[key]

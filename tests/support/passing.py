@@ -39,5 +39,5 @@ def gradients(rank: Rank, microbatches: Iterable[int] | None = None) -> Iterator
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
     gradient = rank.loss(rank.activations.pop(len(rank.layers)))
     for l in reversed(rank.layers):
-        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-        yield l, made
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        yield l, grad_weight

@@ -25,7 +25,7 @@ class BrokenTape(Exception):
 
 @dataclass
 class Piece:
-    """Numbers and their positions: `data[i]` is element or row `where[i]`.
+    """Numbers and their positions: `data[i]` is element or row `positions[i]`.
 
     A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + position. Where the columns of a row
     may be on several ranks, `columns` names those of the piece: logits, buffers of experts, keys and values of heads.
@@ -34,7 +34,7 @@ class Piece:
     since the loss.
     """
 
-    where: tuple[int, ...]
+    positions: tuple[int, ...]
     data: Array
     columns: tuple[Column, ...] = ()
     owners: tuple[Owner, ...] = ()
@@ -49,8 +49,8 @@ Owner = tuple[tuple[int, ...], "tuple[Owner, ...]"]
 
 def labels(numbers: Iterable[int], *sorts: str) -> tuple[Column, ...]:
     """Columns with these numbers, by kind."""
-    found = tuple(numbers)
-    return tuple((sort, number) for sort in sorts for number in found)
+    values = tuple(numbers)
+    return tuple((sort, number) for sort in sorts for number in values)
 
 
 def numbers_of(piece: Piece) -> list[int]:
@@ -58,9 +58,9 @@ def numbers_of(piece: Piece) -> list[int]:
     return sorted({number for _, number in piece.columns})
 
 
-def owned(made: list[Piece], read: Piece) -> list[Piece]:
+def owned(outputs: list[Piece], read: Piece) -> list[Piece]:
     """Set the owners of results to those of the rows from which they were computed."""
-    return [replace(piece, owners=read.owners) if piece.where == read.where else piece for piece in made]
+    return [replace(piece, owners=read.owners) if piece.positions == read.positions else piece for piece in outputs]
 
 
 def rows(piece: Piece) -> Piece:
@@ -76,7 +76,7 @@ def elements(piece: Piece) -> Piece:
 
 
 def whole(piece: Piece) -> Array:
-    if piece.data.ndim != 1 or piece.where != tuple(range(ELEMENTS)):
+    if piece.data.ndim != 1 or piece.positions != tuple(range(ELEMENTS)):
         raise BrokenTape("the weight is not a whole layer")
     return piece.data
 

@@ -85,19 +85,19 @@ class LeftProcess:
 def left_processes(mark: str, patience: float) -> list[LeftProcess]:
     """Return the processes with a mark, or a longer one, that have not ended within `patience` seconds."""
     deadline = time.monotonic() + patience
-    while (left := list(_marked(mark))) and time.monotonic() < deadline:
+    while (processes := list(_marked(mark))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return left
+    return processes
 
 
 def _marked(mark: str) -> Iterator[LeftProcess]:
     """Yield the marked processes but this one and multiprocessing's servers, which end with it."""
     servers: tuple[Any, Any] = (forkserver._forkserver, resource_tracker._resource_tracker)  # pyright: ignore
-    own = {os.getpid(), servers[0]._forkserver_pid, servers[1]._pid}
+    own_processes = {os.getpid(), servers[0]._forkserver_pid, servers[1]._pid}
     for folder in Path("/proc").glob("[0-9]*"):  # none where the system has no such folder
-        variables = dict(each.split("=", 1) for each in _strings(folder / "environ") if "=" in each)
+        variables = dict(entry.split("=", 1) for entry in _strings(folder / "environ") if "=" in entry)
         value = variables.get(MARK, "")
-        if int(folder.name) not in own and (value == mark or value.startswith(f"{mark}/")):
+        if int(folder.name) not in own_processes and (value == mark or value.startswith(f"{mark}/")):
             test = variables.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
             yield LeftProcess(int(folder.name), " ".join(_strings(folder / "cmdline")), test)
 
@@ -117,11 +117,11 @@ PATIENCE = 600.0
 """Seconds that a test waits for an expected event. A test that passes takes a few; one that fails takes them all."""
 
 
-def until(happens: Callable[[], object], said: Callable[[], object] = lambda: "it has not happened") -> None:
-    """Wait for an event; if it does not happen, fail with the message of `said`."""
+def until(happens: Callable[[], object], message: Callable[[], object] = lambda: "it has not happened") -> None:
+    """Wait for an event; if it does not happen, fail with the message of `message`."""
     deadline = time.monotonic() + PATIENCE
     while not happens():
-        assert time.monotonic() < deadline, said()
+        assert time.monotonic() < deadline, message()
         time.sleep(0.01)
 
 

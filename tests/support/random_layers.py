@@ -24,9 +24,9 @@ class AttentionWriter:
     def __init__(self, rank: Rank, shape: AttentionShape) -> None:
         self.rank, self.agreed = rank, Agreed(shape)
         self.random = Random(shape.seed * 1000 + rank.index)
-        self.ring, self.here = rank.group("cp").ranks, rank.coordinate("cp")
+        self.ring, self.cp_place = rank.group("cp").ranks, rank.coordinate("cp")
         self.loose: list[Handle[None]] = []
-        self.made: dict[int, list[Value]] = {l: [] for l in rank.layers}
+        self.gradients: dict[int, list[Value]] = {l: [] for l in rank.layers}
         self.keys = itertools.count()
 
     async def run(self) -> None:
@@ -36,7 +36,7 @@ class AttentionWriter:
         for unit in self.agreed.units[rank.coordinate("dp_shard")]:
             await self.passes(unit)
         for l in self.random.sample(list(rank.layers), len(rank.layers)) if rank.world == 1 else rank.layers:
-            total = self.added(rank.grad_weights, self.made[l])
+            total = self.added(rank.grad_weights, self.gradients[l])
             for axis in self.agreed.reduces:
                 total = await rank.all_reduce(total, axis=axis)
             rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
@@ -44,32 +44,32 @@ class AttentionWriter:
     async def passes(self, unit: list[int]) -> None:
         """Write the forward and backward pass of some microbatches."""
         rank, residual = self.rank, list[Value]()
-        x = rank.load_batch(unit, self.agreed.dealt[self.here])
+        x = rank.load_batch(unit, self.agreed.dealt[self.cp_place])
         inputs: list[Value] = []
         met: dict[int, tuple[Value, Value, Value]] = {}
         for l in rank.layers:
-            inputs.append(self.kept(rank.activations, x))
+            inputs.append(self.keep(rank.activations, x))
             if rank.sizes.signatures[l].carries:
-                x, *made = rank.forward(l, (x, *residual), rank.weights[l])
-                residual = [self.kept(rank.residuals, each) for each in made]
+                x, *outputs = rank.forward(l, (x, *residual), rank.weights[l])
+                residual = [self.keep(rank.residuals, value) for value in outputs]
             elif rank.sizes.signatures[l].projects:
-                made = rank.forward(l, (x,), rank.weights[l])
-                queries, own = self.kept(rank.queries, made[0]), self.kept(rank.keys_values, made[1])
+                outputs = rank.forward(l, (x,), rank.weights[l])
+                queries, own_block = self.keep(rank.queries, outputs[0]), self.keep(rank.keys_values, outputs[1])
                 if self.agreed.exchanges[l]:
-                    queries = self.kept(rank.queries, await rank.all_to_all(queries, axis="cp"))
-                    own = self.kept(rank.keys_values, await rank.all_to_all(own, axis="cp"))
-                mixed = self.kept(rank.activations, await self.attended(l, queries, own))
-                met[l] = queries, own, mixed
+                    queries = self.keep(rank.queries, await rank.all_to_all(queries, axis="cp"))
+                    own_block = self.keep(rank.keys_values, await rank.all_to_all(own_block, axis="cp"))
+                mixed = self.keep(rank.activations, await self.attended(l, queries, own_block))
+                met[l] = queries, own_block, mixed
                 x = await rank.all_to_all(mixed, axis="cp") if self.agreed.exchanges[l] else mixed
             else:
                 x = rank.forward(l, x, rank.weights[l], save=self.random.random() < 0.7)
-        gradient, above = rank.loss(x), list[Value]()
+        gradient, grad_residuals = rank.loss(x), list[Value]()
         for l in reversed(rank.layers):
             x, weight = inputs[l], rank.weights[l]
-            gradient = self.kept(rank.grad_activations, gradient)
+            gradient = self.keep(rank.grad_activations, gradient)
             if rank.sizes.signatures[l].carries:
-                grad, gradient, *below = rank.backward(l, x, (gradient, *above), weight)
-                above = [self.kept(rank.grad_residuals, each) for each in below]
+                grad, gradient, *carried = rank.backward(l, x, (gradient, *grad_residuals), weight)
+                grad_residuals = [self.keep(rank.grad_residuals, value) for value in carried]
             elif rank.sizes.signatures[l].projects:
                 gradients = await self.went_back(l, *met[l], gradient)
                 if self.random.random() < 0.5:
@@ -79,67 +79,69 @@ class AttentionWriter:
                     grad = rank.backward_weight(l, x, gradients[0])
             else:
                 grad, gradient = rank.backward(l, x, gradient, weight)
-            self.made[l].append(self.kept(rank.grad_weights, grad))
+            self.gradients[l].append(self.keep(rank.grad_weights, grad))
 
-    def kept(self, store: Store, value: Value) -> Value:
+    def keep(self, store: Store, value: Value) -> Value:
         """Until the step ends."""
         store["kept", next(self.keys)] = value
         return value
 
     def added(self, store: Store, parts: list[Value]) -> Value:
         """Add all parts, in any order."""
-        parts = [self.kept(store, part) for part in parts]
+        parts = [self.keep(store, part) for part in parts]
         while len(parts) > 1:
             one, other = (parts.pop(self.random.randrange(len(parts))) for _ in range(2))
-            parts.append(self.kept(store, one + other))
+            parts.append(self.keep(store, one + other))
         return parts[0]
 
-    async def blocks(self, l: int, own: Value) -> list[tuple[int, Value]]:
+    async def blocks(self, l: int, own_block: Value) -> list[tuple[int, Value]]:
         """(rank, keys and values) of all blocks that this rank's queries see, in any order."""
         rank, agreed = self.rank, self.agreed
-        others = [place for place in range(len(self.ring)) if place != self.here]
+        others = [place for place in range(len(self.ring)) if place != self.cp_place]
         for place in self.random.sample(others, len(others)):
-            if agreed.sees(place, self.here):
-                self.loose.append(rank.send(own, to=self.ring[place]))
-        seen = [place for place in others if agreed.sees(self.here, place)]
-        coming = {place: rank.recv(source=self.ring[place]) for place in self.random.sample(seen, len(seen))}
-        found = [(self.here, own)] if agreed.sees(self.here, self.here) else []
-        found += [(place, self.kept(rank.keys_values, await handle)) for place, handle in coming.items()]
-        return self.random.sample(found, len(found))
+            if agreed.sees(place, self.cp_place):
+                self.loose.append(rank.send(own_block, to=self.ring[place]))
+        sources = [place for place in others if agreed.sees(self.cp_place, place)]
+        receives = {place: rank.recv(source=self.ring[place]) for place in self.random.sample(sources, len(sources))}
+        pairs = [(self.cp_place, own_block)] if agreed.sees(self.cp_place, self.cp_place) else []
+        pairs += [(place, self.keep(rank.keys_values, await handle)) for place, handle in receives.items()]
+        return self.random.sample(pairs, len(pairs))
 
-    async def attended(self, l: int, queries: Value, own: Value) -> Value:
+    async def attended(self, l: int, queries: Value, own_block: Value) -> Value:
         rank = self.rank
         if self.agreed.exchanges[l]:
-            return rank.attend(l, queries, own)
+            return rank.attend(l, queries, own_block)
         if self.agreed.gathers[l]:
-            return rank.attend(l, queries, await rank.all_gather(own, axis="cp"))
-        return self.added(rank.activations, [rank.attend(l, queries, kv) for _, kv in await self.blocks(l, own)])
+            return rank.attend(l, queries, await rank.all_gather(own_block, axis="cp"))
+        return self.added(rank.activations, [rank.attend(l, queries, kv) for _, kv in await self.blocks(l, own_block)])
 
-    async def went_back(self, l: int, queries: Value, own: Value, attended: Value, grad: Value) -> tuple[Value, Value]:
+    async def went_back(
+        self, l: int, queries: Value, own_block: Value, attended: Value, grad: Value
+    ) -> tuple[Value, Value]:
         """The gradients of this rank's queries, and of its block."""
         rank, agreed = self.rank, self.agreed
         if agreed.exchanges[l]:
-            whole = self.kept(rank.grad_activations, await rank.all_to_all(grad, axis="cp"))
-            of_queries, of_blocks = rank.attend_backward(l, queries, own, attended, whole)
-            of_queries = self.kept(rank.grad_queries, await rank.all_to_all(of_queries, axis="cp"))
-            return of_queries, self.kept(rank.grad_keys_values, await rank.all_to_all(of_blocks, axis="cp"))
+            whole = self.keep(rank.grad_activations, await rank.all_to_all(grad, axis="cp"))
+            of_queries, of_blocks = rank.attend_backward(l, queries, own_block, attended, whole)
+            of_queries = self.keep(rank.grad_queries, await rank.all_to_all(of_queries, axis="cp"))
+            return of_queries, self.keep(rank.grad_keys_values, await rank.all_to_all(of_blocks, axis="cp"))
         if agreed.gathers_back[l]:
-            block = await rank.all_gather(own, axis="cp")
+            block = await rank.all_gather(own_block, axis="cp")
             of_queries, of_blocks = rank.attend_backward(l, queries, block, attended, grad)
-            of_queries = self.kept(rank.grad_queries, of_queries)
-            return of_queries, self.kept(rank.grad_keys_values, await rank.reduce_scatter(of_blocks, axis="cp"))
+            of_queries = self.keep(rank.grad_queries, of_queries)
+            return of_queries, self.keep(rank.grad_keys_values, await rank.reduce_scatter(of_blocks, axis="cp"))
         mine: list[Value] = []
         parts: list[Value] = []
-        for place, block in await self.blocks(l, own):
+        for place, block in await self.blocks(l, own_block):
             part, home = rank.attend_backward(l, queries, block, attended, grad)
-            parts.append(self.kept(rank.grad_queries, part))
-            if place == self.here:
-                mine.append(self.kept(rank.grad_keys_values, home))
+            parts.append(self.keep(rank.grad_queries, part))
+            if place == self.cp_place:
+                mine.append(self.keep(rank.grad_keys_values, home))
             else:
                 self.loose.append(rank.send(home, to=self.ring[place]))
         for place in range(len(self.ring)):
-            if place != self.here and agreed.sees(place, self.here):
-                mine.append(self.kept(rank.grad_keys_values, await rank.recv(source=self.ring[place])))
+            if place != self.cp_place and agreed.sees(place, self.cp_place):
+                mine.append(self.keep(rank.grad_keys_values, await rank.recv(source=self.ring[place])))
         return self.added(rank.grad_queries, parts), self.added(rank.grad_keys_values, mine)
 
 
@@ -171,18 +173,18 @@ class ExpertWriter:
         agreed = Random(seed)
         self.rank, self.random = rank, Random(seed * 1000 + rank.index)
         self.all_forward_first = agreed.random() < 0.5
-        self.ep, self.here = rank.mesh.ep, rank.coordinate("ep")
+        self.ep, self.ep_place = rank.mesh.ep, rank.coordinate("ep")
         self.tp = rank.mesh.tp
         self.part = (rank.coordinate("cp"), rank.mesh.cp) if rank.mesh.cp > 1 else None
         columns = rank.mesh.dp_shard
-        each = len(rank.microbatches) // (columns * self.ep)
-        dealt = agreed.sample(list(rank.microbatches), each * columns * self.ep)
-        size = agreed.choice([size for size in range(1, each + 1) if each % size == 0])
+        share = len(rank.microbatches) // (columns * self.ep)
+        dealt = agreed.sample(list(rank.microbatches), share * columns * self.ep)
+        size = agreed.choice([size for size in range(1, share + 1) if share % size == 0])
         rounds = [dealt[i : i + size * columns * self.ep] for i in range(0, len(dealt), size * columns * self.ep)]
         place = rank.coordinate("dp_shard")
         of_groups = [sorted(each_round[place::columns]) for each_round in rounds]  # an ep group's, dealt in order
-        self.units = [group[self.here * size : (self.here + 1) * size] for group in of_groups]
-        self.made: dict[int, list[Value]] = {l: [] for l in rank.layers}
+        self.units = [group[self.ep_place * size : (self.ep_place + 1) * size] for group in of_groups]
+        self.gradients: dict[int, list[Value]] = {l: [] for l in rank.layers}
         self.late: list[tuple[int, Value, Value]] = []
         self.keys = itertools.count()
 
@@ -197,19 +199,19 @@ class ExpertWriter:
             if l not in bare:
                 rank.opt_states[l] = rank.load_opt_state(l, shard, of)
         if self.all_forward_first:
-            done = [await self.forward(unit) for unit in self.units]
-            for inputs, logits in done:
+            passes = [await self.forward(unit) for unit in self.units]
+            for inputs, logits in passes:
                 await self.backward(inputs, logits)
         else:
             for unit in self.units:
                 await self.backward(*await self.forward(unit))
         for l, x, gradient in self.random.sample(self.late, len(self.late)):
-            self.made[l].append(self.kept(rank.grad_weights, rank.backward_weight(l, x, gradient)))
+            self.gradients[l].append(self.keep(rank.grad_weights, rank.backward_weight(l, x, gradient)))
         for l in (l for l in rank.layers if l not in bare):
-            parts = self.made[l]
+            parts = self.gradients[l]
             while len(parts) > 1:
                 one, other = (parts.pop(self.random.randrange(len(parts))) for _ in range(2))
-                parts.append(self.kept(rank.grad_weights, one + other))
+                parts.append(self.keep(rank.grad_weights, one + other))
             total, signature = parts[0], rank.sizes.signatures[l]
             axes = ["dp_shard"] if "expert" in signature.cut else ["ep", "dp_shard"]
             for axis in ["cp", *axes] if signature.deals and self.part else axes:
@@ -228,18 +230,18 @@ class ExpertWriter:
         for l, signature in enumerate(rank.sizes.signatures):
             if "expert" in signature.cut:
                 x = await rank.all_to_all(x, axis="ep")
-            inputs.append(self.kept(rank.activations, x))
+            inputs.append(self.keep(rank.activations, x))
             if signature.recomputed:
                 x = rank.forward(l, inputs[l], rank.weights[l], save=self.random.random() < 0.6)
             else:
-                given = (x, *(carried.pop(port.kind) for port in signature.inputs[1:]))
-                x, *made = rank.forward(l, given, rank.weights[l], part=self.part if signature.deals else None)
-                for port, value in zip(signature.outputs[1:], made, strict=True):
-                    carried[port.kind] = self.kept(rank.store(port.kind), value)
+                arguments = (x, *(carried.pop(port.kind) for port in signature.inputs[1:]))
+                x, *outputs = rank.forward(l, arguments, rank.weights[l], part=self.part if signature.deals else None)
+                for port, value in zip(signature.outputs[1:], outputs, strict=True):
+                    carried[port.kind] = self.keep(rank.store(port.kind), value)
             x = await self.completed(x, l, forward=True)
             if "expert" in signature.cut:
                 x = await rank.all_to_all(x, axis="ep")
-            x = self.kept(rank.activations, x)
+            x = self.keep(rank.activations, x)
         return inputs, x
 
     async def completed(self, value: Value, layer: int, *, forward: bool) -> Value:
@@ -252,28 +254,28 @@ class ExpertWriter:
         return value
 
     async def backward(self, inputs: list[Value], logits: Value) -> None:
-        rank, above = self.rank, dict[Kind, Value]()
+        rank, carried = self.rank, dict[Kind, Value]()
         stats = await rank.all_gather(rank.loss_stats(logits), axis="tp") if self.tp > 1 else None
         gradient = rank.loss(logits, stats)
         for l, signature in reversed(list(enumerate(rank.sizes.signatures))):
             x, weight = inputs[l], rank.weights[l]
             if "expert" in signature.cut:
                 gradient = await rank.all_to_all(gradient, axis="ep")
-            given = self.kept(rank.grad_activations, gradient)
-            gradients = (given, *(above.pop(port.kind) for port in signature.outputs[1:]))
+            grad_output = self.keep(rank.grad_activations, gradient)
+            gradients = (grad_output, *(carried.pop(port.kind) for port in signature.outputs[1:]))
             if self.random.random() < 0.4 and rank.sizes.weights[l]:
-                gradient, *made = rank.backward_input(l, x, gradients, weight)
-                self.late.append((l, x, given))
+                gradient, *outputs = rank.backward_input(l, x, gradients, weight)
+                self.late.append((l, x, grad_output))
             else:
-                grad, gradient, *made = rank.backward(l, x, gradients, weight)
-                self.made[l].append(self.kept(rank.grad_weights, grad))
-            for port, value in zip(signature.inputs[1:], made, strict=True):
-                above[port.kind] = self.kept(rank.store(GRADIENT_OF[port.kind]), value)
+                grad, gradient, *outputs = rank.backward(l, x, gradients, weight)
+                self.gradients[l].append(self.keep(rank.grad_weights, grad))
+            for port, value in zip(signature.inputs[1:], outputs, strict=True):
+                carried[port.kind] = self.keep(rank.store(GRADIENT_OF[port.kind]), value)
             gradient = await self.completed(gradient, l, forward=False)
             if "expert" in signature.cut:
                 gradient = await rank.all_to_all(gradient, axis="ep")
 
-    def kept(self, store: Store, value: Value) -> Value:
+    def keep(self, store: Store, value: Value) -> Value:
         """Until the step ends."""
         store["kept", next(self.keys)] = value
         return value
@@ -291,9 +293,9 @@ def random_experts(seed: int) -> Program:
     random = Random(seed)
     ep = random.choice([2, 2, 3, 4])
     mesh = Mesh(ep=ep, dp_shard=random.choice([1, 2]) if ep == 2 else 1)
-    blocks, each = random.choice([1, 1, 2]), random.randint(1, 4)
+    blocks, share = random.choice([1, 1, 2]), random.randint(1, 4)
     sizes = Sizes.mixture(blocks)
     if random.random() < 0.4:
         cp, tp = random.choice([(1, 2), (2, 1), (2, 2)]) if mesh.world == 2 else (1, 2)
         mesh, sizes = replace(mesh, tp=tp, cp=cp), routed(blocks + 1)
-    return trace(expert_program_of(seed), mesh, sizes, mesh.dp_shard * ep * each)
+    return trace(expert_program_of(seed), mesh, sizes, mesh.dp_shard * ep * share)

@@ -92,25 +92,25 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     of_stages = [1] * (mesh.pp * stages)
     for _ in range(units - len(of_stages)):
         of_stages[random.randrange(len(of_stages))] += 1
-    known = CUT_AXES if model == "context" else DATA_AXES
-    axes = random.sample(known, random.randint(0, len(known)))
+    data_axes = CUT_AXES if model == "context" else DATA_AXES
+    axes = random.sample(data_axes, random.randint(0, len(data_axes)))
     gradients = axes[: random.randint(0, len(axes))]
     mixes = "ep" in SLICED_OVER.get(model, ())
-    each = (*known, "ep") if mixes else known
-    most = 2 * mesh.pp if schedule.name == "dualpipe-v" else 1
-    again: list[Recompute | tuple[int, ...]] = [
+    reduce_axes = (*data_axes, "ep") if mixes else data_axes
+    minimum = 2 * mesh.pp if schedule.name == "dualpipe-v" else 1
+    recomputes: list[Recompute | tuple[int, ...]] = [
         "none",
         "none",
         "full",
         (random.randrange(max(blocks, 1)),) * (blocks > 0),
     ]
-    recompute = random.choice(again)
+    recompute = random.choice(recomputes)
     if model in ("context", "routed apart") and random.random() < 0.3:
         recompute = "selective"
     contexts: list[Context] = ["ring", "all_gather"]
     if WIDTH % (mesh.cp * mesh.tp) == 0:  # the judge's heads
         contexts.append("ulysses")
-    degrees = [None, *(each for each in range(1, mesh.cp + 1) if mesh.cp % each == 0 and contexts[2:])]
+    degrees = [None, *(degree for degree in range(1, mesh.cp + 1) if mesh.cp % degree == 0 and contexts[2:])]
     plan = Plan_imported(
         mesh,
         schedule.name,
@@ -121,7 +121,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         shard_optimizer=tuple(axes),
         reduce_every_microbatch=None
         if random.random() < 0.5
-        else tuple(axis for axis in each if axis in gradients or random.random() < 0.4),
+        else tuple(axis for axis in reduce_axes if axis in gradients or random.random() < 0.4),
         reshard_after=random.choice(["layer", "stage", "step"]),
         sequence_parallel=mesh.tp > 1 and random.random() < 0.5,
         recompute=recompute,
@@ -130,7 +130,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         stripes=random.choice([None, None, 2, 3]) if mesh.cp > 1 else None,
         reduce_at=random.choice(["layer", "step"]),
     )
-    microbatches = plan.data_ranks * random.randint(most, max(3, most))
+    microbatches = plan.data_ranks * random.randint(minimum, max(3, minimum))
     return Planned(plan, layers, model, microbatches, muon=random.random() < 0.3)
 
 
@@ -222,13 +222,13 @@ class Plan:
         self.update_order = random.sample(range(shape.layers), shape.layers)
         self.by_root = random.choice([0.0, 0.3, 0.8])
         """Probability of each collective to run by way of a root."""
-        few = shape.pp * columns <= 4  # more slices than those the judge's layers cannot be cut into
-        self.by_hand = random.choice([0.0, 0.3, 0.8]) * few
+        is_small = shape.pp * columns <= 4  # more slices than those the judge's layers cannot be cut into
+        self.by_hand = random.choice([0.0, 0.3, 0.8]) * is_small
         """Probability of each collective to be replaced by messages between slices."""
         tokens = factor_of(Fraction(2, 3), ((1, 2), ((1 << shape.microbatches) - 1, -1)))
         self.factor = random.choice([ONE, ONE, ONE, factor_of(shape.microbatches), tokens])
         """Factor of every loss."""
-        self.chunks = [random.choice([1, 1, 2, 3]) if few else 1 for _ in range(shape.layers)]
+        self.chunks = [random.choice([1, 1, 2, 3]) if is_small else 1 for _ in range(shape.layers)]
         """Number of slices in which each layer is updated, one after the other."""
 
 

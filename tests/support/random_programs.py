@@ -38,8 +38,8 @@ class Writer:
         self.halves: list[tuple[int, int]] = []
         """(layer, unit) of the backward passes whose half for the weight is pending."""
         self.loose: list[Handle[None]] = []
-        self.asked: dict[str, list[Handle[Value]]] = {"activations": [], "grad_activations": []}
-        self.taken = 0
+        self.receives: dict[str, list[Handle[Value]]] = {"activations": [], "grad_activations": []}
+        self.key_count = 0
         self.calls = Detour(rank, shape.seed, plan.by_root, plan.by_hand)
 
     def maybe(self, chance: float = 0.5) -> bool:
@@ -51,8 +51,8 @@ class Writer:
             await self.loose.pop(self.random.randrange(len(self.loose)))
 
     def new_key(self) -> tuple[str, int]:
-        self.taken += 1
-        return "key", self.taken
+        self.key_count += 1
+        return "key", self.key_count
 
     async def run(self) -> None:
         rank, plan = self.rank, self.plan
@@ -116,7 +116,7 @@ class Writer:
     # Passes.
 
     async def forward(self, unit: int) -> None:
-        rank, first, after = self.rank, self.stage[0], self.stage[-1] + 1
+        rank, first, end = self.rank, self.stage[0], self.stage[-1] + 1
         if self.is_first:
             value = rank.load_batch(self.batches[unit])
         else:
@@ -126,10 +126,10 @@ class Writer:
         for l in self.stage:
             weight = await self.weight(l)
             value = rank.forward(l, value, weight, save=save)
-            if l == after - 1 or not self.plan.checkpoint:  # else it lives until the next forward has used it
+            if l == end - 1 or not self.plan.checkpoint:  # else it lives until the next forward has used it
                 rank.activations[l + 1, unit] = value
         if not self.is_last:
-            self.send(rank.activations.pop((after, unit)), "grad_activations")
+            self.send(rank.activations.pop((end, unit)), "grad_activations")
 
     def send(self, value: Value, back: str) -> None:
         """Send to the neighbour that sends values of kind `back`, perhaps in an exchange with the next one of these."""
@@ -138,9 +138,9 @@ class Writer:
             stores = {"activations": rank.activations, "grad_activations": rank.grad_activations}
             stores[value.spec.kind.value][self.new_key()] = value  # kept until the step's end
         to = self.neighbour(back)
-        if self.maybe(0.4) and len(self.asked[back]) < self.plan.units:
+        if self.maybe(0.4) and len(self.receives[back]) < self.plan.units:
             handle = rank.exchange(value, to=to, source=to, expect=self.expected(back))
-            self.asked[back].append(handle)
+            self.receives[back].append(handle)
         else:
             self.loose.append(rank.send(value, to=to))
 
@@ -151,20 +151,20 @@ class Writer:
         """Return the next expected message of a kind."""
         layer = self.stage[0] if kind == "activations" else self.stage[-1] + 1
         order = self.plan.forwards if kind == "activations" else self.plan.backwards
-        return (kind, layer, self.batches[order[len(self.asked[kind])]]) if self.maybe(0.8) else None
+        return (kind, layer, self.batches[order[len(self.receives[kind])]]) if self.maybe(0.8) else None
 
     async def received(self, kind: str, unit: int) -> Value:
         """Return the message of a unit; receives are issued in the order of the units, and perhaps early."""
         order = self.plan.forwards if kind == "activations" else self.plan.backwards
-        asked = self.asked[kind]
-        while len(asked) <= order.index(unit) or (len(asked) < len(order) and self.maybe(0.2)):
-            asked.append(self.rank.recv(source=self.neighbour(kind), expect=self.expected(kind)))
-        return await asked[order.index(unit)]
+        receives = self.receives[kind]
+        while len(receives) <= order.index(unit) or (len(receives) < len(order) and self.maybe(0.2)):
+            receives.append(self.rank.recv(source=self.neighbour(kind), expect=self.expected(kind)))
+        return await receives[order.index(unit)]
 
     async def backward(self, unit: int) -> None:
-        rank, first, after = self.rank, self.stage[0], self.stage[-1] + 1
+        rank, first, end = self.rank, self.stage[0], self.stage[-1] + 1
         if self.is_last:
-            gradient = rank.loss(rank.activations.pop((after, unit)))
+            gradient = rank.loss(rank.activations.pop((end, unit)))
             if self.plan.factor is not ONE:
                 gradient = rank.scale(gradient, self.plan.factor)
         else:
@@ -213,11 +213,11 @@ class Writer:
     async def reduce(self, l: int, value: Value) -> Value | Handle[Value]:
         """Reduce over the layer's axes in turn, scattering where they cut its gradient; the last stays in flight."""
         cut = self.plan.cuts[l]
-        *before, last = [
+        *steps, last = [
             (self.calls.reduce_scatter if place < len(cut.gradient) else self.calls.all_reduce, axis)
             for place, axis in enumerate(cut.axes)
         ]
-        for verb, axis in before:
+        for verb, axis in steps:
             value = await (await verb(value, axis))
         verb, axis = last
         return await verb(value, axis)
@@ -256,9 +256,9 @@ class Writer:
         if not self.is_last:
             rank.scalars[0] = rank.scalars[0] + await rank.recv(source=self.column[self.position + 1])
         if not self.is_first:
-            before = self.column[self.position - 1]
-            await rank.send(rank.scalars.pop(0), to=before)
-            rank.scalars[0] = await rank.recv(source=before, expect=("scalars", 0, None))
+            previous = self.column[self.position - 1]
+            await rank.send(rank.scalars.pop(0), to=previous)
+            rank.scalars[0] = await rank.recv(source=previous, expect=("scalars", 0, None))
         if not self.is_last:
             self.loose.append(rank.send(rank.scalars[0], to=self.column[self.position + 1]))
 
@@ -291,8 +291,8 @@ class Writer:
         old["old", l], rank.grad_weights["old", l] = weight, total
         for i in self.random.sample(range(chunks), chunks):
             mine = rank.slice(state, i, chunks)
-            same = weight.spec.holds == state.spec.holds
-            part = rank.slice(weight, i, chunks) if same and self.maybe() else rank.slice(weight, 0, 1)
+            same_slices = weight.spec.holds == state.spec.holds
+            part = rank.slice(weight, i, chunks) if same_slices and self.maybe() else rank.slice(weight, 0, 1)
             gradient = rank.slice(total, i, chunks) if whole == state.spec.holds and self.maybe() else total
             rank.weights["new", l, i], states["new", l, i] = rank.update(l, gradient, part, mine, *norm)
         del old["old", l], rank.grad_weights["old", l]
@@ -361,7 +361,7 @@ def chatter(seed: int) -> Program | None:
     ranks = random.randint(2, 4)
     calls: list[list[Call]] = [[] for _ in range(ranks)]
     for _ in range(random.randint(1, 8)):
-        for rank, some in drawn(random, ranks):
+        for rank, some in draw_communication(random, ranks):
             calls[rank] += some
     for mine in calls:
         for at in range(len(mine) - 1):
@@ -373,8 +373,8 @@ def chatter(seed: int) -> Program | None:
         rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
         rank.activations[0] = rank.load_batch([rank.index])
         rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
-        made, _ = rank.backward(0, rank.activations[0], rank.loss(rank.activations[1]), rank.weights[0])
-        rank.grad_weights[0] = made
+        grad_weight, _ = rank.backward(0, rank.activations[0], rank.loss(rank.activations[1]), rank.weights[0])
+        rank.grad_weights[0] = grad_weight
         choice = Random(seed * 100 + rank.index)
         loose: list[Handle[Any]] = []
         for call in calls[rank.index]:
@@ -392,7 +392,7 @@ def chatter(seed: int) -> Program | None:
         return None
 
 
-def drawn(random: Random, ranks: int) -> list[tuple[int, list[Call]]]:
+def draw_communication(random: Random, ranks: int) -> list[tuple[int, list[Call]]]:
     """Draw a communication of some ranks: a message, two opposite messages, a ring of exchanges or a collective."""
     a, b = random.sample(range(ranks), 2)
     kind = random.choice(["message", "message", "message", "crossing", "ring", "collective", "all pairs"])
@@ -407,7 +407,7 @@ def drawn(random: Random, ranks: int) -> list[tuple[int, list[Call]]]:
     if kind == "all pairs":
         return [(rank, [batch([other for other in members if other != rank])]) for rank in members]
     ring = [(members[i - 1], members[i], members[(i + 1) % len(members)]) for i in range(len(members))]
-    return [(here, [exchange(after, before)]) for before, here, after in ring]
+    return [(member, [exchange(following, previous)]) for previous, member, following in ring]
 
 
 # What the ranks of a random attention program agree on: who has which slices, what goes together, what is gathered.
@@ -446,9 +446,9 @@ class Agreed:
             order, cuts = random.sample(range(count), count), sorted(random.sample(range(1, count), shape.cp - 1))
             self.dealt = [order[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
         self.is_balanced = all(sorted(mine) == [i, count - 1 - i] for i, mine in enumerate(self.dealt))
-        each = shape.microbatches // shape.dp_shard
+        share = shape.microbatches // shape.dp_shard
         microbatches = random.sample(range(shape.microbatches), shape.microbatches)
-        size = random.choice([size for size in range(1, each + 1) if each % size == 0])
+        size = random.choice([size for size in range(1, share + 1) if share % size == 0])
         units = [microbatches[i : i + size] for i in range(0, shape.microbatches, size)]
         self.units = [units[i :: shape.dp_shard] for i in range(shape.dp_shard)]
         self.gathers = [random.random() < 0.3 for _ in range(2 + 3 * shape.blocks + 1)]

@@ -82,14 +82,14 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(call)
         answers: dict[int, tuple[bool, Any]] = {}
-        while waiting := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}:
+        while pending := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}:
             failed = any(not ok for ok, _ in answers.values())
-            ready = wait(list(waiting), (self._patience or PATIENCE_SECONDS) if failed else None)
+            ready = wait(list(pending), (self._patience or PATIENCE_SECONDS) if failed else None)
             if not ready:
                 self.close()
-                answers |= dict.fromkeys(waiting.values(), (False, "waited for a rank that had failed\n"))
-            for pipe in (pipe for pipe in waiting if pipe in ready):
-                answers[waiting[pipe]] = self._answer(pipe)
+                answers |= dict.fromkeys(pending.values(), (False, "waited for a rank that had failed\n"))
+            for pipe in (pipe for pipe in pending if pipe in ready):
+                answers[pending[pipe]] = self._answer(pipe)
         if not self.usable:
             self.close()
         elif all(ok for ok, _ in answers.values()):

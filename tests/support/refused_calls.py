@@ -36,7 +36,7 @@ def two(lines: Callable[[Rank], Any]) -> Callable[[], object]:
     return lambda: check(trace(strategy, 2, 1, 2))
 
 
-def begun(rank: Rank) -> tuple[Any, Any, Any]:
+def run_to_loss(rank: Rank) -> tuple[Any, Any, Any]:
     """(input, gradient of the output, weight) of the layer after its forward pass and the loss."""
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
     rank.activations[0] = rank.load_batch(rank.microbatches)
@@ -45,7 +45,7 @@ def begun(rank: Rank) -> tuple[Any, Any, Any]:
 
 
 async def single(rank: Rank) -> None:
-    gradient, rank.grad_activations[0] = rank.backward(0, *begun(rank))
+    gradient, rank.grad_activations[0] = rank.backward(0, *run_to_loss(rank))
     del rank.activations[0], rank.grad_activations[0], rank.grad_activations[1]
     rank.weights[0], rank.opt_states[0] = rank.update(0, gradient, rank.weights[0], rank.opt_states[0])
 
@@ -55,8 +55,8 @@ async def reducing(rank: Rank) -> None:
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
     rank.activations[0] = rank.load_batch([rank.index])
     gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
-    made, _ = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])
-    total = await rank.all_reduce(made)
+    grad_weight, _ = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])
+    total = await rank.all_reduce(grad_weight)
     rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
 
 
@@ -81,12 +81,12 @@ async def own_gradient(rank: Rank) -> Value:
 
 
 async def clipped(rank: Rank, with_norm: bool) -> None:
-    gradient, rank.grad_activations[0] = rank.backward(0, *begun(rank))
+    gradient, rank.grad_activations[0] = rank.backward(0, *run_to_loss(rank))
     rank.grad_weights[0] = gradient
     del rank.activations[0], rank.grad_activations[0], rank.grad_activations[1]
     norm = rank.norm(0, gradient) if with_norm else None
-    given = rank.grad_weights.pop(0), rank.weights[0], rank.opt_states[0]
-    rank.weights[0], rank.opt_states[0] = rank.update(0, *given, norm)
+    inputs = rank.grad_weights.pop(0), rank.weights[0], rank.opt_states[0]
+    rank.weights[0], rank.opt_states[0] = rank.update(0, *inputs, norm)
 
 
 async def forever(rank: Rank) -> None:
@@ -170,9 +170,9 @@ def dropped_key(rank: Rank) -> None:
 
 
 def updated(rank: Rank) -> None:
-    activation, gradient, weight = begun(rank)
-    made, _ = rank.backward(0, activation, gradient, weight)
-    rank.weights["new"], rank.opt_states["new"] = rank.update(0, made, weight, rank.opt_states[0])
+    activation, gradient, weight = run_to_loss(rank)
+    grad_weight, _ = rank.backward(0, activation, gradient, weight)
+    rank.weights["new"], rank.opt_states["new"] = rank.update(0, grad_weight, weight, rank.opt_states[0])
     rank.forward(0, activation, weight)
 
 
@@ -213,7 +213,7 @@ PROGRAMS: Calls = {
     "no value": alone(lambda rank: rank.loss(cast(Any, 3))),
     "no value, a tuple": alone(lambda rank: rank.loss(cast(Any, (3, 4)))),
     "not awaited": two(lambda rank: rank.loss(cast(Any, rank.all_gather(rank.load_weight(0, rank.index, 2))))),
-    "no forward, second half": alone(lambda rank: rank.backward_weight(0, *begun(rank)[:2])),
+    "no forward, second half": alone(lambda rank: rank.backward_weight(0, *run_to_loss(rank)[:2])),
     "tied weight": lambda: trace(head_alone, 1, Sizes.half_blocks(1, tied=True), 1),
     "no operator, a product": alone(lambda rank: cast(Any, rank.zero_gradient(0)) * 0.5),
     "no operator, a step": alone(lambda rank: cast(Any, rank.load_weight(0)) - rank.zero_gradient(0)),
@@ -239,7 +239,7 @@ PROGRAMS: Calls = {
     "unknown group along an axis": alone(lambda rank: rank.all_reduce(rank.load_weight(0), axis="tp", among=[0, 1])),
     "wrong expectation": expecting(("weight", 0, 0)),
     "wrong expectation, of one word": expecting("weight"),
-    "wrong factor": alone(lambda rank: rank.scale(begun(rank)[1], 0)),
+    "wrong factor": alone(lambda rank: rank.scale(run_to_loss(rank)[1], 0)),
     "wrong root, given nothing": alone(lambda rank: rank.broadcast(None, root=0)),
     "wrong root, given too much": two(lambda rank: rank.broadcast(rank.load_weight(0), root=0)),
     "no reduction": alone(lambda rank: rank.all_reduce(rank.load_weight(0), reduction=cast(Any, "median"))),
@@ -295,11 +295,11 @@ async def clipped_twice(rank: Rank) -> None:
     rank.weights[0] = weight
     rank.activations[0] = rank.load_batch(rank.microbatches)
     gradient = rank.loss(rank.forward(0, rank.activations[0], weight))
-    made = rank.grad_weights[0] = rank.backward(0, rank.activations.pop(0), gradient, weight)[0]
+    grad_weight = rank.grad_weights[0] = rank.backward(0, rank.activations.pop(0), gradient, weight)[0]
     halves = [rank.slice(weight, place, 2) for place in range(2)]
-    norm = rank.norm(0, made)
-    rank.weights["a"], rank.opt_states["a"] = rank.update(0, made, halves[0], states[0], norm)
-    rank.weights["b"], rank.opt_states["b"] = rank.update(0, made, halves[1], states[1])
+    norm = rank.norm(0, grad_weight)
+    rank.weights["a"], rank.opt_states["a"] = rank.update(0, grad_weight, halves[0], states[0], norm)
+    rank.weights["b"], rank.opt_states["b"] = rank.update(0, grad_weight, halves[1], states[1])
 
 
 async def parted(rank: Rank, part: tuple[int, int]) -> None:
@@ -315,8 +315,8 @@ def to_the_last_norm(rank: Rank, *, save: bool = True) -> Value:
     residual: list[Value] = []
     for l in (1, 3, 5):
         rank.activations[l] = branch
-        given = branch, *residual
-        rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l], save=save or l < 5)
+        inputs = branch, *residual
+        rank.activations[l + 1], *residual = rank.forward(l, inputs, rank.weights[l], save=save or l < 5)
         branch = rank.forward(l + 1, rank.activations[l + 1], rank.weights[l + 1])
     return rank.backward(6, rank.activations[6], rank.loss(branch), rank.weights[6])[1]
 
@@ -344,7 +344,7 @@ def in_half_blocks(strategy: Strategy) -> Callable[[], object]:
 
 
 def beyond_the_experts(rank: Rank) -> None:
-    activation, _, weight = begun(rank)
+    activation, _, weight = run_to_loss(rank)
     rank.forward(0, activation, weight, part=(2, 2))
 
 
@@ -382,9 +382,9 @@ async def frozen_but_kept(rank: Rank) -> None:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
     gradient = rank.loss(rank.activations.pop(len(layers)))
     for l in reversed(layers):
-        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
         if l:
-            rank.weights[l], rank.opt_states[l] = rank.update(l, made, rank.weights[l], rank.opt_states[l])
+            rank.weights[l], rank.opt_states[l] = rank.update(l, grad_weight, rank.weights[l], rank.opt_states[l])
 
 
 async def frozen_and_dropped(rank: Rank) -> None:
@@ -469,8 +469,8 @@ class Detour:
         keys = [("by hand", self.hand, hop) for hop in range(len(rank.group(axis).ranks))]
         store[keys[0]] = value
         to, source = self.peers(axis, 1)
-        for key, after in itertools.pairwise(keys):
-            store[after] = await rank.exchange(store[key], to=to, source=source)
+        for key, next_key in itertools.pairwise(keys):
+            store[next_key] = await rank.exchange(store[key], to=to, source=source)
         return rank.concatenate([store.pop(key) for key in keys])
 
     async def scattered(self, value: Value, axis: str | None) -> Value:
@@ -481,16 +481,16 @@ class Detour:
         rank.grad_weights[whole] = value
         total = rank.slice(value, mine, len(ranks))
         pairs = [self.peers(axis, shift) for shift in range(1, len(ranks))]
-        given = [rank.slice(value, ranks.index(to), len(ranks)) for to, _ in pairs]
+        parts = [rank.slice(value, ranks.index(to), len(ranks)) for to, _ in pairs]
         if self.hand % 2:
             with rank.batch_p2p():
-                for part, (to, _) in zip(given, pairs, strict=True):
+                for part, (to, _) in zip(parts, pairs, strict=True):
                     rank.send(part, to=to)
-                coming = [rank.recv(source=source) for _, source in pairs]
-            for handle in coming:
+                receives = [rank.recv(source=source) for _, source in pairs]
+            for handle in receives:
                 total = await handle + total
         else:
-            for part, (to, source) in zip(given, pairs, strict=True):
+            for part, (to, source) in zip(parts, pairs, strict=True):
                 total = await rank.exchange(part, to=to, source=source) + total
         del rank.grad_weights[whole]
         return total

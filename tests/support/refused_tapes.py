@@ -19,7 +19,7 @@ from tests.language.rules.toys import Toy
 from tests.support.mutations import places
 from tests.support.random_plans import Planned, routed
 from tests.support.refused_calls import Calls as Calls_imported
-from tests.support.refused_calls import begun, reducing, single
+from tests.support.refused_calls import reducing, run_to_loss, single
 
 
 def put(
@@ -29,7 +29,7 @@ def put(
 
     def call() -> object:
         mutant = program()
-        rank, at, op = next(each for each in places(mutant, kind) if layer in (None, each[2].layer))
+        rank, at, op = next(candidate for candidate in places(mutant, kind) if layer in (None, candidate[2].layer))
         mutant.tapes[rank][at : at + 1] = change(op)
         return check(mutant)
 
@@ -65,10 +65,10 @@ async def from_a_root(rank: Rank) -> None:
 
 async def lends(rank: Rank) -> None:
     """Each rank receives the other's weight, and updates its own."""
-    activation, gradient, weight = begun(rank)
+    activation, gradient, weight = run_to_loss(rank)
     await rank.exchange(weight, to=1 - rank.index, source=1 - rank.index)
-    made, _ = rank.backward(0, activation, gradient, weight)
-    rank.weights[0], rank.opt_states[0] = rank.update(0, made, weight, rank.opt_states[0])
+    grad_weight, _ = rank.backward(0, activation, gradient, weight)
+    rank.weights[0], rank.opt_states[0] = rank.update(0, grad_weight, weight, rank.opt_states[0])
 
 
 async def meets(rank: Rank) -> None:
@@ -98,12 +98,12 @@ def tied() -> Program:
 async def reduces_twice(rank: Rank) -> None:
     """Each rank has the sums of two gradients of one weight."""
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
-    made: list[Value] = []
+    gradients: list[Value] = []
     for m in rank.share():
         activation = rank.activations[0, m] = rank.load_batch([m])
         gradient = rank.loss(rank.forward(0, activation, rank.weights[0]))
-        made.append(rank.backward(0, activation, gradient, rank.weights[0])[0])
-    handles = [rank.all_reduce(each) for each in made]
+        gradients.append(rank.backward(0, activation, gradient, rank.weights[0])[0])
+    handles = [rank.all_reduce(term) for term in gradients]
     first, second = await handles[0], await handles[1]
     rank.weights[0], rank.opt_states[0] = rank.update(0, first + second, rank.weights[0], rank.opt_states[0])
 
@@ -115,10 +115,10 @@ def together_on_one_rank() -> object:
 
 
 def by_the_whole_weight(op: Op) -> list[Op]:
-    x, gradient, _, *saved = op.inputs
+    x, gradient, _, *rest = op.inputs
     return [
         Op(OpKind.LOAD_WEIGHT, op.layer, (), (90,), holds=Holds(1, 1)),
-        op._replace(inputs=(x, gradient, 90, *saved)),
+        op._replace(inputs=(x, gradient, 90, *rest)),
     ]
 
 
@@ -248,8 +248,8 @@ def weight_of(toy: Toy, layer: int, holds: Holds = WHOLE) -> Spec:
 
 def parted(layer: int, part: Holds) -> Callable[[], object]:
     """A forward pass to a part of the experts."""
-    given = EXPERTS.spec_of(Kind.ACTIVATION, layer, 0b1)
-    return lambda: layer_of(EXPERTS, layer).forward([given], weight_of(EXPERTS, layer), part=part)
+    spec = EXPERTS.spec_of(Kind.ACTIVATION, layer, 0b1)
+    return lambda: layer_of(EXPERTS, layer).forward([spec], weight_of(EXPERTS, layer), part=part)
 
 
 def routed_back(term: int) -> object:

@@ -27,17 +27,17 @@ def refusal_by(rule: Rule, **fields: object) -> ExpectedRefusal:
 def require_refusal(refused: BaseException | None, rule: Rule | ExpectedRefusal, **fields: object) -> None:
     """Expect a refusal by this rule with these fields; fields for doubled or missing things are required."""
     assert isinstance(refused, Refused), f"not refused: {refused!r}"
-    wanted = _wanted(ExpectedRefusal(rule, fields) if isinstance(rule, str) else rule)
-    assert {name: getattr(refused, name) for name in wanted} == wanted, str(refused)
+    expected = _expected_fields(ExpectedRefusal(rule, fields) if isinstance(rule, str) else rule)
+    assert {name: getattr(refused, name) for name in expected} == expected, str(refused)
 
 
-def matches(refused: Refused, said: ExpectedRefusal) -> bool:
+def matches(refused: Refused, expected: ExpectedRefusal) -> bool:
     """Whether a refusal is the expected one."""
-    return all(getattr(refused, name) == value for name, value in _wanted(said).items())
+    return all(getattr(refused, name) == value for name, value in _expected_fields(expected).items())
 
 
-def _wanted(said: ExpectedRefusal) -> dict[str, object]:
-    return {"rule": said.rule, "missing": (), "doubled": (), **said.fields}
+def _expected_fields(refusal: ExpectedRefusal) -> dict[str, object]:
+    return {"rule": refusal.rule, "missing": (), "doubled": (), **refusal.fields}
 
 
 @contextmanager

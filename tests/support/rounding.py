@@ -22,16 +22,16 @@ from tests.support.toy_network import Network
 
 def replicas_apart(checked: Checked) -> set[int]:
     """Layers whose weights or optimizer states differ between two ranks after the step."""
-    judged = Interpreter(checked.program)
+    interpreter = Interpreter(checked.program)
     with _rounding([InPlace(tape).fused for tape in checked.program.tapes]):
-        judged.judge()
-    found: dict[tuple[Kind, int, int], set[int]] = defaultdict(set)
-    for rank, specs in zip(judged.ranks, checked.specs, strict=True):
+        interpreter.judge()
+    values_of: dict[tuple[Kind, int, int], set[int]] = defaultdict(set)
+    for rank, specs in zip(interpreter.ranks, checked.specs, strict=True):
         for number, piece in rank.memory.items():
             spec = specs[number]
-            for element, value in zip(piece.where, piece.data.tolist(), strict=True):
-                found[spec.kind, spec.layer, element].add(value)
-    return {layer for (_, layer, _), values in found.items() if len(values) > 1}
+            for element, value in zip(piece.positions, piece.data.tolist(), strict=True):
+                values_of[spec.kind, spec.layer, element].add(value)
+    return {layer for (_, layer, _), values in values_of.items() if len(values) > 1}
 
 
 def _added(one: Array, other: Array) -> Array:
@@ -55,8 +55,8 @@ def _rounding(fused: Sequence[Mapping[int, tuple[int, int]]]) -> Generator[None,
     def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
         pair = fused[rank.index].get(rank.at)
         older, newer = (rank.read(number) for number in pair or op.inputs)
-        made = _summed([older, newer]) if pair is None else replace(older, data=_fused(older.data, newer.data))
-        rank.write(op.outputs[0], made)
+        total = _summed([older, newer]) if pair is None else replace(older, data=_fused(older.data, newer.data))
+        rank.write(op.outputs[0], total)
 
     with ExitStack() as patches:
         for user in (interpreter_collectives, judged_roots):

@@ -22,17 +22,17 @@ def ignored_signals() -> set[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_processes_of_tests_ignore_neither_ctrl_c_nor_the_end_of_the_terminal() -> None:
-    both = signal.SIGINT, signal.SIGHUP
-    before = [signal.signal(number, signal.SIG_IGN) for number in both]
+    signals = signal.SIGINT, signal.SIGHUP
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:
-        assert ignored_signals() >= set(both)
+        assert ignored_signals() >= set(signals)
         stop_ignoring_signals()
-        assert not ignored_signals() & set(both)
+        assert not ignored_signals() & set(signals)
         signal.raise_signal(signal.SIGHUP)  # this process outlives it, as after nohup
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     finally:
-        for number, handler in zip(both, before, strict=True):
+        for number, handler in zip(signals, handlers, strict=True):
             signal.signal(number, handler)
 
 
@@ -41,13 +41,13 @@ def test_a_process_that_outlives_its_parent_is_found_with_its_test() -> None:
     mark = f"/{uuid.uuid4()}"
     variables = {**os.environ, MARK: f"{mark}/1"}
     script = "sleep 1000 >/dev/null 2>&1 & echo $!"
-    done = subprocess.run(["sh", "-c", script], env=variables, capture_output=True, text=True, check=True)
+    shell = subprocess.run(["sh", "-c", script], env=variables, capture_output=True, text=True, check=True)
     try:
-        (left,) = left_processes(mark, patience=0)
-        assert left.pid == int(done.stdout)
-        assert str(left) == f"{os.environ['PYTEST_CURRENT_TEST'].split(' (')[0]} left process {left.pid}: sleep 1000"
+        (child,) = left_processes(mark, patience=0)
+        assert child.pid == int(shell.stdout)
+        assert str(child) == f"{os.environ['PYTEST_CURRENT_TEST'].split(' (')[0]} left process {child.pid}: sleep 1000"
     finally:
-        os.kill(int(done.stdout), signal.SIGKILL)
+        os.kill(int(shell.stdout), signal.SIGKILL)
     assert not left_processes(mark, patience=60)
 
 

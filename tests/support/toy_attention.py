@@ -20,7 +20,7 @@ class Projected(NamedTuple):
     """Values that a projection keeps: u (later the gradients from keys and values), and the weight's elements."""
 
     u: Array
-    where: tuple[int, ...]
+    positions: tuple[int, ...]
 
 
 class Project:
@@ -34,23 +34,25 @@ class Project:
         x = rows(activation)
         u = (x.data @ matrix_of(weight).T + self.shift) % PRIME
         squares = u * u % PRIME
-        both = np.concatenate([u + squares, 3 * u + 2 * squares], axis=1) % PRIME
-        queries = Piece(x.where, u, rows_of_matrix(weight, "query"))
-        return [queries, Piece(x.where, both, rows_of_matrix(weight, "key", "value"))], Projected(u, weight.where)
+        keys_values = np.concatenate([u + squares, 3 * u + 2 * squares], axis=1) % PRIME
+        queries = Piece(x.positions, u, rows_of_matrix(weight, "query"))
+        return [queries, Piece(x.positions, keys_values, rows_of_matrix(weight, "key", "value"))], Projected(
+            u, weight.positions
+        )
 
-    def backward_input(self, inputs: list[Piece], kept: Projected) -> tuple[list[Piece], Projected]:
+    def backward_input(self, inputs: list[Piece], ctx: Projected) -> tuple[list[Piece], Projected]:
         activation, grad_queries, weight, *others = inputs
         x, dq = rows(activation), rows(grad_queries)
         if len(others) != 1:
             raise BrokenTape("the gradient of keys and values is missing")
         dk, dv = halves(others[0])
-        rest = (dk * ((1 + 2 * kept.u) % PRIME) + dv * ((3 + 4 * kept.u) % PRIME) % PRIME) % PRIME
+        rest = (dk * ((1 + 2 * ctx.u) % PRIME) + dv * ((3 + 4 * ctx.u) % PRIME) % PRIME) % PRIME
         du = (dq.data + rest) % PRIME
-        return [Piece(x.where, du @ matrix_of(weight) % PRIME)], Projected(rest, weight.where)
+        return [Piece(x.positions, du @ matrix_of(weight) % PRIME)], Projected(rest, weight.positions)
 
     def backward_weight(self, activation: Piece, gradient: Piece, half: Projected) -> Piece:
         du = (rows(gradient).data + half.u) % PRIME
-        return Piece(half.where, product(du, rows(activation).data).reshape(-1))
+        return Piece(half.positions, product(du, rows(activation).data).reshape(-1))
 
 
 def attend(layer: int, sequence: int, queries: Piece, keys_values: Piece) -> Piece:
@@ -58,8 +60,8 @@ def attend(layer: int, sequence: int, queries: Piece, keys_values: Piece) -> Pie
     _, s = _scores(layer, sequence, queries, keys_values)
     _, v = halves(keys_values)
     mix = (s * v[None] % PRIME).sum(1) % PRIME
-    both = np.concatenate([mix, s.sum(1) % PRIME], axis=1)
-    return Piece(queries.where, both, labels(numbers_of(queries), "mix", "weight"))
+    data = np.concatenate([mix, s.sum(1) % PRIME], axis=1)
+    return Piece(queries.positions, data, labels(numbers_of(queries), "mix", "weight"))
 
 
 def attend_backward(
@@ -71,12 +73,12 @@ def attend_backward(
     mix, weights = halves(attended)
     grad_mix, grad_weights = (rows(gradient).data * other % PRIME for other in (weights, mix))
     ds = (grad_mix[:, None] * v[None] + grad_weights[:, None]) % PRIME
-    dt = np.where(_seen(sequence, queries, keys_values), ds * ((1 + 2 * t) % PRIME) % PRIME, 0)
+    dt = np.where(_visible_mask(sequence, queries, keys_values), ds * ((1 + 2 * t) % PRIME) % PRIME, 0)
     dq = (dt * k[None] % PRIME).sum(1) % PRIME
     dk = (dt * queries.data[:, None] % PRIME).sum(0) % PRIME
     dv = (s * grad_mix[:, None] % PRIME).sum(0) % PRIME
-    of_queries = Piece(queries.where, dq, queries.columns)
-    return of_queries, Piece(keys_values.where, np.concatenate([dk, dv], axis=1), keys_values.columns)
+    of_queries = Piece(queries.positions, dq, queries.columns)
+    return of_queries, Piece(keys_values.positions, np.concatenate([dk, dv], axis=1), keys_values.columns)
 
 
 def met(attended: Piece) -> Array:
@@ -94,9 +96,9 @@ def halves(piece: Piece) -> tuple[Array, Array]:
     return data[:, :width], data[:, width:]
 
 
-def _seen(sequence: int, queries: Piece, keys_values: Piece) -> Array:
+def _visible_mask(sequence: int, queries: Piece, keys_values: Piece) -> Array:
     """Mask of the keys that each query sees, (queries, keys, 1)."""
-    ours, theirs = (np.array(piece.where, np.int64) for piece in (queries, keys_values))
+    ours, theirs = (np.array(piece.positions, np.int64) for piece in (queries, keys_values))
     return ((ours[:, None] // sequence == theirs // sequence) & (theirs <= ours[:, None]))[:, :, None]
 
 
@@ -104,4 +106,4 @@ def _scores(layer: int, sequence: int, queries: Piece, keys_values: Piece) -> tu
     """t and s, (queries, keys, heads); s is zero where a key is not seen."""
     k, _ = halves(keys_values)
     t = (rows(queries).data[:, None] * k[None] + layer) % PRIME
-    return t, np.where(_seen(sequence, queries, keys_values), (t + t * t) % PRIME, 0)
+    return t, np.where(_visible_mask(sequence, queries, keys_values), (t + t * t) % PRIME, 0)

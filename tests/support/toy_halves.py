@@ -15,12 +15,12 @@ from tests.support.pieces import PRIME, Array, Piece, rows
 from tests.support.toy_layers import Place, matrix_of, own_columns, product, rows_of_matrix
 
 
-class Kept(NamedTuple):
+class Context(NamedTuple):
     """Values that a pass keeps for the next one: two arrays, and the weight's elements."""
 
     first: Array
     second: Array
-    where: tuple[int, ...]
+    positions: tuple[int, ...]
 
 
 class Body:
@@ -30,46 +30,46 @@ class Body:
         self.shift, self.is_last = 17 * place.number + 5, place.is_last
         self.sequence = place.sequence if place.kinds[place.number] == "sliced" else 1
 
-    def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Kept]:
+    def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Context]:
         activation, weight = inputs
-        where, matrix = activation.where, matrix_of(weight)
+        positions, matrix = activation.positions, matrix_of(weight)
         z = (self._mixed(activation) @ matrix.T + self.shift) % PRIME
         h = (z + z * z) % PRIME
-        kept = Kept(z, h, weight.where)
+        ctx = Context(z, h, weight.positions)
         if self.is_last:
-            return [Piece(where, h, rows_of_matrix(weight, "feature"))], kept
-        return [Piece(where, h @ matrix % PRIME)], kept
+            return [Piece(positions, h, rows_of_matrix(weight, "feature"))], ctx
+        return [Piece(positions, h @ matrix % PRIME)], ctx
 
-    def backward_input(self, inputs: list[Piece], kept: Kept) -> tuple[list[Piece], Kept]:
+    def backward_input(self, inputs: list[Piece], ctx: Context) -> tuple[list[Piece], Context]:
         activation, gradient, weight = inputs
         x, dy, matrix = rows(activation), rows(gradient), matrix_of(weight)
-        own = rows_of_matrix(weight, "feature")
-        dh = own_columns(dy, own) if self.is_last else dy.data @ matrix.T % PRIME
-        dz = dh * ((1 + 2 * kept.first) % PRIME) % PRIME
-        dx = mixed(mixing(x.where, self.sequence).T, dz @ matrix % PRIME)
-        return [Piece(x.where, dx)], Kept(dz, kept.second, weight.where)
+        columns = rows_of_matrix(weight, "feature")
+        dh = own_columns(dy, columns) if self.is_last else dy.data @ matrix.T % PRIME
+        dz = dh * ((1 + 2 * ctx.first) % PRIME) % PRIME
+        dx = mixed(mixing(x.positions, self.sequence).T, dz @ matrix % PRIME)
+        return [Piece(x.positions, dx)], Context(dz, ctx.second, weight.positions)
 
-    def backward_weight(self, activation: Piece, gradient: Piece, half: Kept) -> Piece:
-        dz, h, where = half
+    def backward_weight(self, activation: Piece, gradient: Piece, half: Context) -> Piece:
+        dz, h, positions = half
         dy = rows(gradient)
-        made = product(dz, self._mixed(activation))
+        dw = product(dz, self._mixed(activation))
         if not self.is_last:
-            made = made + product(h, dy.data)
-        return Piece(where, made.reshape(-1) % PRIME)
+            dw = dw + product(h, dy.data)
+        return Piece(positions, dw.reshape(-1) % PRIME)
 
     def _mixed(self, activation: Piece) -> Array:
         x = rows(activation)
-        return mixed(mixing(x.where, self.sequence), x.data)
+        return mixed(mixing(x.positions, self.sequence), x.data)
 
 
-def mixing(where: tuple[int, ...], sequence: int) -> Array:
+def mixing(positions: tuple[int, ...], sequence: int) -> Array:
     """The matrix that mixes the tokens of each sequence, for the tokens of a piece."""
-    own = np.eye(len(where), dtype=np.int64)
+    identity = np.eye(len(positions), dtype=np.int64)
     if sequence == 1:
-        return own
-    tokens = np.array(where, np.int64)
-    same = tokens[:, None] // sequence == tokens[None, :] // sequence
-    return (same * (tokens[:, None] % sequence + 2) + own).astype(np.int64)
+        return identity
+    tokens = np.array(positions, np.int64)
+    same_sequence = tokens[:, None] // sequence == tokens[None, :] // sequence
+    return (same_sequence * (tokens[:, None] % sequence + 2) + identity).astype(np.int64)
 
 
 def mixed(matrix: Array, x: Array) -> Array:

@@ -22,7 +22,7 @@ class ToyLayer(Protocol):
         """(activation, weight[, residual]) to ([all that the layer makes], kept)."""
         ...
 
-    def backward_input(self, inputs: list[Piece], kept: Any) -> tuple[list[Piece], Any]:
+    def backward_input(self, inputs: list[Piece], ctx: Any) -> tuple[list[Piece], Any]:
         """(activation, gradient, weight[, the other gradient]) to ([gradients of what forward read], half)."""
         ...
 
@@ -62,7 +62,7 @@ class Place:
         return not self.is_last and self.kinds[self.number + 1] == kind
 
     @property
-    def alike(self) -> list[int]:
+    def same_kind(self) -> list[int]:
         """Numbers of the layers of the same kind, in order."""
         return [number for number, kind in enumerate(self.kinds) if kind == self.kinds[self.number]]
 
@@ -77,14 +77,14 @@ class Whole:
         activation, weight = inputs
         x = rows(activation)
         z = (x.data @ whole(weight).reshape(WIDTH, WIDTH) + self.shift) % PRIME
-        return [Piece(x.where, (z + z * z) % PRIME)], z
+        return [Piece(x.positions, (z + z * z) % PRIME)], z
 
-    def backward_input(self, inputs: list[Piece], kept: Array) -> tuple[list[Piece], Array]:
+    def backward_input(self, inputs: list[Piece], ctx: Array) -> tuple[list[Piece], Array]:
         activation, gradient, weight = inputs
         rows(activation)
         dy = rows(gradient)
-        dz = dy.data * ((1 + 2 * kept) % PRIME) % PRIME
-        return [Piece(dy.where, dz @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME)], dz
+        dz = dy.data * ((1 + 2 * ctx) % PRIME) % PRIME
+        return [Piece(dy.positions, dz @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME)], dz
 
     def backward_weight(self, activation: Piece, gradient: Piece, half: Array) -> Piece:
         rows(gradient)
@@ -98,17 +98,19 @@ def product(a: Array, b: Array) -> Array:
 
 def matrix_of(weight: Piece) -> Array:
     """The rows of a weight matrix that a piece has; slices are made of whole rows."""
-    where = elements(weight).where
-    if len(where) % WIDTH or any(where[i] != where[i - i % WIDTH] + i % WIDTH for i in range(len(where))):
+    positions = elements(weight).positions
+    if len(positions) % WIDTH or any(
+        positions[i] != positions[i - i % WIDTH] + i % WIDTH for i in range(len(positions))
+    ):
         raise BrokenTape("the weight is not made of whole slices")
-    if any(where[i] % WIDTH for i in range(0, len(where), WIDTH)):
+    if any(positions[i] % WIDTH for i in range(0, len(positions), WIDTH)):
         raise BrokenTape("the weight is not made of whole slices")
     return weight.data.reshape(-1, WIDTH)
 
 
 def rows_of_matrix(weight: Piece, *sorts: str) -> tuple[Column, ...]:
     """The columns that these rows of the matrix compute, or read."""
-    return labels((place // WIDTH for place in weight.where[::WIDTH]), *sorts)
+    return labels((place // WIDTH for place in weight.positions[::WIDTH]), *sorts)
 
 
 def own_columns(gradient: Piece, mine: tuple[Column, ...]) -> Array:

@@ -14,7 +14,7 @@ from tests.support import toy_attention
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, rows
 from tests.support.toy_attention import Project, met
 from tests.support.toy_experts import Experts
-from tests.support.toy_halves import Body, Kept
+from tests.support.toy_halves import Body, Context
 from tests.support.toy_layers import Place, ToyLayer, Whole, batch_rows, matrix_of, own_columns, product, rows_of_matrix
 from tests.support.toy_norms import Norm
 from tests.support.toy_routing import Combining, Routing
@@ -31,21 +31,21 @@ class ByColumns:
     def __init__(self, place: Place) -> None:
         self.shift = 17 * place.number + 5
 
-    def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Kept]:
+    def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Context]:
         activation, weight = inputs
         z = (rows(activation).data @ matrix_of(weight).T + self.shift) % PRIME
-        return [Piece(activation.where, (z + z * z) % PRIME, rows_of_matrix(weight, "feature"))], Kept(
-            z, z, weight.where
+        return [Piece(activation.positions, (z + z * z) % PRIME, rows_of_matrix(weight, "feature"))], Context(
+            z, z, weight.positions
         )
 
-    def backward_input(self, inputs: list[Piece], kept: Kept) -> tuple[list[Piece], Kept]:
+    def backward_input(self, inputs: list[Piece], ctx: Context) -> tuple[list[Piece], Context]:
         activation, gradient, weight = inputs
-        dz = own_columns(gradient, rows_of_matrix(weight, "feature")) * ((1 + 2 * kept.first) % PRIME) % PRIME
-        return [Piece(activation.where, dz @ matrix_of(weight) % PRIME)], Kept(dz, kept.second, weight.where)
+        dz = own_columns(gradient, rows_of_matrix(weight, "feature")) * ((1 + 2 * ctx.first) % PRIME) % PRIME
+        return [Piece(activation.positions, dz @ matrix_of(weight) % PRIME)], Context(dz, ctx.second, weight.positions)
 
-    def backward_weight(self, activation: Piece, gradient: Piece, half: Kept) -> Piece:
+    def backward_weight(self, activation: Piece, gradient: Piece, half: Context) -> Piece:
         rows(gradient)
-        return Piece(half.where, product(half.first, rows(activation).data).reshape(-1))
+        return Piece(half.positions, product(half.first, rows(activation).data).reshape(-1))
 
 
 class ByRows:
@@ -54,19 +54,21 @@ class ByRows:
     def __init__(self, place: Place) -> None:
         self.shift, self.reads_met = 17 * place.number + 5, place.follows("project")
 
-    def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Kept]:
+    def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Context]:
         activation, weight = inputs
         x = (met(activation) if self.reads_met else rows(activation).data) + self.shift
-        return [Piece(activation.where, x % PRIME @ matrix_of(weight) % PRIME)], Kept(x % PRIME, x, weight.where)
+        return [Piece(activation.positions, x % PRIME @ matrix_of(weight) % PRIME)], Context(
+            x % PRIME, x, weight.positions
+        )
 
-    def backward_input(self, inputs: list[Piece], kept: Kept) -> tuple[list[Piece], Kept]:
+    def backward_input(self, inputs: list[Piece], ctx: Context) -> tuple[list[Piece], Context]:
         activation, gradient, weight = inputs
         dx = rows(gradient).data @ matrix_of(weight).T % PRIME
-        return [Piece(activation.where, dx, rows_of_matrix(weight, "feature"))], kept
+        return [Piece(activation.positions, dx, rows_of_matrix(weight, "feature"))], ctx
 
-    def backward_weight(self, activation: Piece, gradient: Piece, half: Kept) -> Piece:
+    def backward_weight(self, activation: Piece, gradient: Piece, half: Context) -> Piece:
         rows(activation)
-        return Piece(half.where, product(half.first, rows(gradient).data).reshape(-1))
+        return Piece(half.positions, product(half.first, rows(gradient).data).reshape(-1))
 
 
 LAYERS: dict[str, Callable[[Place], ToyLayer]] = {
@@ -115,8 +117,8 @@ class Network:
 
     @cached_property
     def layers(self) -> list[ToyLayer]:
-        beside = self.kinds, self.sequence, self.slices, self.gates
-        return [LAYERS[kind](Place(number, *beside)) for number, kind in enumerate(self.kinds)]
+        settings = self.kinds, self.sequence, self.slices, self.gates
+        return [LAYERS[kind](Place(number, *settings)) for number, kind in enumerate(self.kinds)]
 
     @property
     def weights(self) -> range:
@@ -136,8 +138,8 @@ class Network:
         size, rest = divmod(self.sequence, slices)
         if rest:
             raise BrokenTape(f"sequences of {self.sequence} tokens do not divide into {slices} slices")
-        where = tuple(row for piece in pieces for row in range(piece * size, (piece + 1) * size))
-        return Piece(where, batch_rows(where))
+        positions = tuple(row for piece in pieces for row in range(piece * size, (piece + 1) * size))
+        return Piece(positions, batch_rows(positions))
 
     def attend(self, layer: int, queries: Piece, keys_values: Piece) -> Piece:
         self._want_attention(layer)
@@ -152,21 +154,21 @@ class Network:
     def stats(self, logits: Piece) -> Piece:
         """Statistics of some logits for the loss: for each token, a sum over them."""
         self._want_logits(logits)
-        return Piece(logits.where, total_of(rows(logits)), (("stats", logits.columns[0][1]),))
+        return Piece(logits.positions, total_of(rows(logits)), (("stats", logits.columns[0][1]),))
 
     def loss(self, inputs: list[Piece]) -> Piece:
         """The gradient of the logits; for sliced logits it needs the sum over all logits of a token."""
         y, *stats = [rows(piece) for piece in inputs]
-        tokens = np.array(y.where, np.int64)[:, None]
+        tokens = np.array(y.positions, np.int64)[:, None]
         if self.kinds[-1] not in LOGITS:
             if stats or y.columns:
                 raise BrokenTape("these logits have no slices")
-            return Piece(y.where, (3 * y.data + 1000 * tokens + 7) % PRIME)
+            return Piece(y.positions, (3 * y.data + 1000 * tokens + 7) % PRIME)
         self._want_logits(y)
-        if any(piece.where != y.where for piece in stats):
+        if any(piece.positions != y.positions for piece in stats):
             raise BrokenTape("the sums are of other tokens")
         total = stats[0].data.sum(1, keepdims=True) % PRIME if stats else total_of(y)
-        return Piece(y.where, (3 * y.data * total + 1000 * tokens + 7 * features(y)) % PRIME, y.columns)
+        return Piece(y.positions, (3 * y.data * total + 1000 * tokens + 7 * features(y)) % PRIME, y.columns)
 
     def _want_attention(self, layer: int) -> None:
         self.layer(layer)
@@ -195,7 +197,7 @@ def kind_of(program: Program, number: int) -> str:
     if not layer.cut:
         if layer.routes and not layer.carries:
             return "routing" if layer.deals else "combining"
-        cuts = {index for each in layers for index in each.cut}
+        cuts = {index for other in layers for index in other.cut}
         return "norm" if cuts - {"expert"} or (cuts and layer.carries) else "whole"
     if "expert" in layer.cut:
         return "experts"

@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.support.pieces import PRIME, WIDTH, Array, BrokenTape, Piece, rows, whole
 from tests.support.toy_layers import EVERYWHERE, Place, product
-from tests.support.toy_routing import Combined, Combining, Routing, alike
+from tests.support.toy_routing import Combined, Combining, Routing, require_shape
 
 
 class Normed(NamedTuple):
@@ -31,51 +31,55 @@ class Norm:
 
     def __init__(self, place: Place) -> None:
         self.number, self.gates = place.number, place.gates
-        self.is_first, self.is_last = place.number == place.alike[0], place.number == place.alike[-1]
+        self.is_first, self.is_last = place.number == place.same_kind[0], place.number == place.same_kind[-1]
         self.combining = Combining(place) if place.follows("experts") else None
         self.routing = Routing(place) if place.precedes("experts") else None
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Normed]:
         branch, weight, *carried = inputs
         self._want(carried, not self.is_first, self.combining)
-        where, combined, routed = branch.where, None, None
+        positions, combined, routed = branch.positions, None, None
         if self.combining:
             (branch,), combined = self.combining.forward([branch, weight, *carried[1:]])
         x = rows(branch).data
-        r = (self._factors(where) * x + (alike(rows(carried[0]).data, x) if carried else 0)) % PRIME
+        r = (self._factors(positions) * x + (require_shape(rows(carried[0]).data, x) if carried else 0)) % PRIME
         u = (r @ whole(weight).reshape(WIDTH, WIDTH) + 17 * self.number + 5) % PRIME
-        made = y = Piece(where, (u + u * u) % PRIME)
+        output = y = Piece(positions, (u + u * u) % PRIME)
         gates: list[Piece] = []
         if self.routing:
-            (made, *gates), routed = self.routing.forward([y, weight])
-        outputs = [made, *([] if self.is_last else [Piece(where, r)]), *(gates if self.gates else [])]
+            (output, *gates), routed = self.routing.forward([y, weight])
+        outputs = [output, *([] if self.is_last else [Piece(positions, r)]), *(gates if self.gates else [])]
         return outputs, Normed(r, u, y, combined, routed)
 
-    def backward_input(self, inputs: list[Piece], kept: Normed) -> tuple[list[Piece], Normed]:
-        given, gradient, weight, *above = inputs
-        self._want(above, not self.is_last, self.routing)
+    def backward_input(self, inputs: list[Piece], ctx: Normed) -> tuple[list[Piece], Normed]:
+        branch, gradient, weight, *carried = inputs
+        self._want(carried, not self.is_last, self.routing)
         routed = None
-        if self.routing and kept.routed is not None:
-            (gradient,), routed = self.routing.backward_input([kept.y, gradient, weight, *above[1:]], kept.routed)
-        du = alike(rows(gradient).data, kept.u) * ((1 + 2 * kept.u) % PRIME) % PRIME
+        if self.routing and ctx.routed is not None:
+            (gradient,), routed = self.routing.backward_input([ctx.y, gradient, weight, *carried[1:]], ctx.routed)
+        du = require_shape(rows(gradient).data, ctx.u) * ((1 + 2 * ctx.u) % PRIME) % PRIME
         dr = du @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME
-        dr = (dr + (alike(rows(above[0]).data, dr) if above else 0)) % PRIME
-        made, gates = Piece(given.where, self._factors(given.where) * dr % PRIME), list[Piece]()
-        if self.combining and kept.combined:
-            (made, *gates), _ = self.combining.backward_input([given, made, weight], kept.combined)
-        outputs = [made, *([] if self.is_first else [Piece(given.where, dr)]), *(gates if self.gates else [])]
-        return outputs, kept._replace(u=du, routed=routed)
+        dr = (dr + (require_shape(rows(carried[0]).data, dr) if carried else 0)) % PRIME
+        grad, gates = Piece(branch.positions, self._factors(branch.positions) * dr % PRIME), list[Piece]()
+        if self.combining and ctx.combined:
+            (grad, *gates), _ = self.combining.backward_input([branch, grad, weight], ctx.combined)
+        outputs = [
+            grad,
+            *([] if self.is_first else [Piece(branch.positions, dr)]),
+            *(gates if self.gates else []),
+        ]
+        return outputs, ctx._replace(u=du, routed=routed)
 
     def backward_weight(self, activation: Piece, gradient: Piece, half: Normed) -> Piece:
         rows(activation)
-        made = product(half.r, half.u).reshape(-1)
+        dw = product(half.r, half.u).reshape(-1)
         if self.routing and half.routed is not None:
-            made = made + self.routing.backward_weight(half.y, gradient, half.routed).data
-        return Piece(EVERYWHERE, made % PRIME)
+            dw = dw + self.routing.backward_weight(half.y, gradient, half.routed).data
+        return Piece(EVERYWHERE, dw % PRIME)
 
-    def _want(self, carried: list[Piece], residual: bool, beside: object) -> None:
-        if len(carried) != residual + (self.gates and beside is not None):
+    def _want(self, carried: list[Piece], residual: bool, neighbour: object) -> None:
+        if len(carried) != residual + (self.gates and neighbour is not None):
             raise BrokenTape("a residual or gates are missing, or there are none")
 
-    def _factors(self, where: tuple[int, ...]) -> Array:
-        return np.array([[3 + self.number + 7 * token * token] for token in where], np.int64) % PRIME
+    def _factors(self, positions: tuple[int, ...]) -> Array:
+        return np.array([[3 + self.number + 7 * token * token] for token in positions], np.int64) % PRIME

@@ -27,29 +27,31 @@ class Routing:
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Array]:
         x, weight = inputs
         v = (self.mixed(rows(x)) @ whole(weight).reshape(WIDTH, WIDTH) + self.shift) % PRIME
-        buffers = Piece(x.where, (1 + v) * alike(x.data, v) % PRIME, EXPERTS)
-        return [buffers, Piece(x.where, (v + v * v) % PRIME)], v
+        buffers = Piece(x.positions, (1 + v) * require_shape(x.data, v) % PRIME, EXPERTS)
+        return [buffers, Piece(x.positions, (v + v * v) % PRIME)], v
 
-    def backward_input(self, inputs: list[Piece], kept: Array) -> tuple[list[Piece], Array]:
+    def backward_input(self, inputs: list[Piece], ctx: Array) -> tuple[list[Piece], Array]:
         x, gradient, weight, *gates = inputs
-        each = alike(spread(gradient), kept)
-        dv = each * alike(rows(x).data, kept) % PRIME
+        grad_buffers = require_shape(spread(gradient), ctx)
+        dv = grad_buffers * require_shape(rows(x).data, ctx) % PRIME
         for gate in gates:
-            dv = dv + alike(rows(gate).data, kept) * ((1 + 2 * kept) % PRIME)
+            dv = dv + require_shape(rows(gate).data, ctx) * ((1 + 2 * ctx) % PRIME)
         if self.affine:
-            own = [number for _, number in gradient.columns]
-            dv[:, own] += gradient.scale * ((kept * kept + np.array(x.where)[:, None])[:, own] % PRIME) % PRIME
+            own_experts = [number for _, number in gradient.columns]
+            dv[:, own_experts] += (
+                gradient.scale * ((ctx * ctx + np.array(x.positions)[:, None])[:, own_experts] % PRIME) % PRIME
+            )
         dv = dv % PRIME
-        below = dv @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME
-        dx = mixed(mixing(x.where, self.sequence).T, below) + (1 + kept) * each
-        return [Piece(x.where, dx % PRIME)], dv
+        grad_mixed = dv @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME
+        dx = mixed(mixing(x.positions, self.sequence).T, grad_mixed) + (1 + ctx) * grad_buffers
+        return [Piece(x.positions, dx % PRIME)], dv
 
     def backward_weight(self, activation: Piece, gradient: Piece, half: Array) -> Piece:
         rows(gradient)
         return Piece(EVERYWHERE, product(self.mixed(rows(activation)), half).reshape(-1))
 
     def mixed(self, x: Piece) -> Array:
-        return mixed(mixing(x.where, self.sequence), x.data)
+        return mixed(mixing(x.positions, self.sequence), x.data)
 
 
 class Combined(NamedTuple):
@@ -66,17 +68,17 @@ class Combining:
         pass
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Combined]:
-        given, _, *gates = inputs
-        results = spread(given)
-        kept = Combined(results, alike(rows(gates[0]).data, results) if gates else np.ones_like(results))
-        return [Piece(given.where, results * kept.gates % PRIME)], kept
+        buffers, _, *gates = inputs
+        results = spread(buffers)
+        ctx = Combined(results, require_shape(rows(gates[0]).data, results) if gates else np.ones_like(results))
+        return [Piece(buffers.positions, results * ctx.gates % PRIME)], ctx
 
-    def backward_input(self, inputs: list[Piece], kept: Combined) -> tuple[list[Piece], None]:
-        given, gradient, _ = inputs
-        dy = alike(rows(gradient).data, kept.gates)
-        own = [number for _, number in given.columns]
-        of_results = Piece(given.where, (kept.gates * dy % PRIME)[:, own], given.columns)
-        return [of_results, Piece(given.where, kept.results * dy % PRIME)], None
+    def backward_input(self, inputs: list[Piece], ctx: Combined) -> tuple[list[Piece], None]:
+        buffers, gradient, _ = inputs
+        dy = require_shape(rows(gradient).data, ctx.gates)
+        own_experts = [number for _, number in buffers.columns]
+        of_results = Piece(buffers.positions, (ctx.gates * dy % PRIME)[:, own_experts], buffers.columns)
+        return [of_results, Piece(buffers.positions, ctx.results * dy % PRIME)], None
 
     def backward_weight(self, activation: Piece, gradient: Piece, half: None) -> Piece:
         return Piece(EVERYWHERE, np.zeros(len(EVERYWHERE), np.int64))
@@ -87,12 +89,12 @@ def spread(piece: Piece) -> Array:
     data = rows(piece).data
     if len(piece.columns) != data.shape[1] or any(sort != "expert" for sort, _ in piece.columns):
         raise BrokenTape("these are no experts' buffers")
-    every = np.zeros((len(data), WIDTH), np.int64)
-    every[:, [number for _, number in piece.columns]] = data
-    return every
+    output = np.zeros((len(data), WIDTH), np.int64)
+    output[:, [number for _, number in piece.columns]] = data
+    return output
 
 
-def alike(one: Array, other: Array) -> Array:
+def require_shape(one: Array, other: Array) -> Array:
     """Return the first array; it must have the shape of the other."""
     if one.shape != other.shape:
         raise BrokenTape("numbers for other tokens or experts are given")

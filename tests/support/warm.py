@@ -35,15 +35,15 @@ class WarmProcess(subprocess.Popen[Any]):
         executable: Any,
         preexec: Any,
         close: Any,
-        passed: Any,
+        pass_fds: Any,
         cwd: Any,
         env: Any,
         *rest: Any,
     ) -> None:
         words: list[str] = [os.fspath(word) for word in args]
         if words[0] != sys.executable:
-            given = args, executable, preexec, close, passed, cwd, env, *rest
-            super()._execute_child(*given)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+            arguments = args, executable, preexec, close, pass_fds, cwd, env, *rest
+            super()._execute_child(*arguments)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
             return
         pipes, (_, _, _, _, _, new_session, _) = rest[3:9], rest[9:]
         files = [pipes[at] if pipes[at] >= 0 else number for number, at in enumerate((0, 3, 5))]
@@ -56,9 +56,9 @@ class WarmProcess(subprocess.Popen[Any]):
         self._child_created = True
         self._close_pipe_fds(*pipes)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
 
-    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+    def _internal_poll(self, *arguments: Any, **options: Any) -> int | None:
         if self._answers is None:
-            return super()._internal_poll(*given, **more)  # pyright: ignore
+            return super()._internal_poll(*arguments, **options)  # pyright: ignore
         with suppress(subprocess.TimeoutExpired):
             self._wait(0)
         return self.returncode

@@ -51,12 +51,12 @@ TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subpro
 """Module in which torchrun starts its ranks."""
 
 
-def fork_forkserver(path: Any, words: Sequence[Any], passed: Sequence[int]) -> int:
+def fork_forkserver(path: Any, words: Sequence[Any], pass_fds: Sequence[int]) -> int:
     """Start multiprocessing's server by a fork, which runs the code meant for a new interpreter at its first use."""
     code = str(words[-1])
     if "forkserver" not in code:
-        return _spawn(path, words, passed)
-    return _fork(passed, lambda: exec(code, {}))
+        return _spawn(path, words, pass_fds)
+    return _fork(pass_fds, lambda: exec(code, {}))
 
 
 def fork_server(listening: socket.socket, alive: int) -> int:
@@ -90,7 +90,7 @@ def _fork(files: Sequence[int], serve: Callable[[], object]) -> int:
         os._exit(0)
 
 
-def _become_new(kept: Collection[int]) -> None:
+def _become_new(kept_files: Collection[int]) -> None:
     """Drop what a new process would not have from its parent: handlers of signals, finalizers, warnings, files."""
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
@@ -103,12 +103,12 @@ def _become_new(kept: Collection[int]) -> None:
         warnings.simplefilter("ignore", category)
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):
-        if int(name) > 2 and int(name) not in kept:
+        if int(name) > 2 and int(name) not in kept_files:
             os.dup2(null, int(name))  # closed, its number would be another file's, to which old objects would write
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    for each in logging._handlerList:  # pyright: ignore
-        if type(handler := each()) is logging.StreamHandler:  # pyright: ignore
+    for reference in logging._handlerList:  # pyright: ignore
+        if type(handler := reference()) is logging.StreamHandler:  # pyright: ignore
             handler.setStream(sys.stderr)  # pyright: ignore
 
 
@@ -125,8 +125,8 @@ def _attend(connection: socket.socket) -> None:
     for file in files:
         os.close(file)
     connection.send(str(pid).encode())
-    ended = os.pidfd_open(pid)
-    if ended in select.select([ended, connection], [], [])[0]:
+    process_file = os.pidfd_open(pid)
+    if process_file in select.select([process_file, connection], [], [])[0]:
         with suppress(BrokenPipeError):
             connection.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
     os._exit(0)
@@ -148,16 +148,16 @@ def _become(
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True, line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         words = words[1:]
-    how, *rest = words
-    if how == "-m":
+    mode, *rest = words
+    if mode == "-m":
         sys.argv, sys.path[0] = rest, folder
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif how == "-c":
+    elif mode == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.argv, sys.path[0], subprocess.Popen = list(words), str(Path(how).parent), WarmProcess
-        runpy.run_path(how, run_name="__main__")
+        sys.argv, sys.path[0], subprocess.Popen = list(words), str(Path(mode).parent), WarmProcess
+        runpy.run_path(mode, run_name="__main__")
 
 
 def _end(status: object) -> None:

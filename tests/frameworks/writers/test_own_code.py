@@ -44,18 +44,18 @@ TITANS: dict[str, tuple[Plan, str, str, dict[str, str]]] = {
 
 def titans(folder: Path) -> dict[str, Path]:
     """Folders with the files of each of these steps."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for name, (plan, model, precision, switches) in TITANS.items():
-        found[name] = folder / name
-        found[name].mkdir()
+        folders[name] = folder / name
+        folders[name].mkdir()
         step = step_of(plan, "torchtitan", model, precision, **{"attention": "flash2", **switches})
-        write(found[name], write_step(step, model))
-    return found
+        write(folders[name], write_step(step, model))
+    return folders
 
 
-def part(found: dict[str, Any], section: str, **fields: Any) -> None:
+def part(configs: dict[str, Any], section: str, **fields: Any) -> None:
     """Require fields of a section."""
-    assert {name: found[section][name] for name in fields} == fields
+    assert {name: configs[section][name] for name in fields} == fields
 
 
 def test_torchtitans_python_configurations_are_what_the_plans_say(tmp_path: Path, warm: WarmStarts) -> None:
@@ -64,56 +64,61 @@ def test_torchtitans_python_configurations_are_what_the_plans_say(tmp_path: Path
         "from torchtitan.config import ParallelismConfig\nfrom torchtitan.trainer import Trainer\n\n"
         "def train():\n    return Trainer.Config(parallelism=ParallelismConfig(tp=2))\n"
     )
-    files = [each / "train_config.py" for each in folders.values()]
+    files = [folder / "train_config.py" for folder in folders.values()]
     *results, wrong = parse(warm, "torchtitan-0.3", [*files, tmp_path / "wrong.py"])
     assert "unexpected keyword argument 'tp'" in wrong["error"], "what it takes is known to it"
-    assert not [each["error"] for each in results if "error" in each]
-    found = dict(zip(folders, results, strict=True))
-    part(found["fsdp"], "training", seq_len=8192, local_batch_size=1, global_batch_size=16, dtype="float32")
-    part(found["fsdp"], "compile", enable=True, components=["model", "loss"])
-    assert (found["fsdp"]["model"], found["fsdp"]["layers"]) == (["llama3", "8B"], 32)
-    assert (found["fsdp"]["activation_checkpoint"], found["fsdp"]["loss"]) == (
+    assert not [config["error"] for config in results if "error" in config]
+    configs = dict(zip(folders, results, strict=True))
+    part(configs["fsdp"], "training", seq_len=8192, local_batch_size=1, global_batch_size=16, dtype="float32")
+    part(configs["fsdp"], "compile", enable=True, components=["model", "loss"])
+    assert (configs["fsdp"]["model"], configs["fsdp"]["layers"]) == (["llama3", "8B"], 32)
+    assert (configs["fsdp"]["activation_checkpoint"], configs["fsdp"]["loss"]) == (
         "FullAC.Config",
         "ChunkedLossWrapper.Config",
     )
-    assert found["default"]["activation_checkpoint"] == "SelectiveAC.Config"
-    part(found["default"], "training", mixed_precision_param="float32")
-    part(found["hsdp"], "parallelism", data_parallel_replicate_degree=2, data_parallel_shard_degree=4)
-    part(found["hsdp"], "parallelism", tensor_parallel_degree=2, enable_sequence_parallel=True)
-    part(found["hsdp"], "compile", enable=True, enable_async_tensor_parallel=True)
-    part(found["hsdp"], "training", dtype="bfloat16")
-    assert (found["hsdp"]["activation_checkpoint"], found["hsdp"]["loss"]) == ("NoneType", "CrossEntropyLoss.Config")
-    part(found["stages"], "parallelism", pipeline_parallel_degree=2, pipeline_parallel_schedule="1F1B")
-    parts = found["stages"]["parallelism"]["module_fqns_per_model_part"]
-    assert [len(each) for each in parts] == [21, 14]
+    assert configs["default"]["activation_checkpoint"] == "SelectiveAC.Config"
+    part(configs["default"], "training", mixed_precision_param="float32")
+    part(configs["hsdp"], "parallelism", data_parallel_replicate_degree=2, data_parallel_shard_degree=4)
+    part(configs["hsdp"], "parallelism", tensor_parallel_degree=2, enable_sequence_parallel=True)
+    part(configs["hsdp"], "compile", enable=True, enable_async_tensor_parallel=True)
+    part(configs["hsdp"], "training", dtype="bfloat16")
+    assert (configs["hsdp"]["activation_checkpoint"], configs["hsdp"]["loss"]) == (
+        "NoneType",
+        "CrossEntropyLoss.Config",
+    )
+    part(configs["stages"], "parallelism", pipeline_parallel_degree=2, pipeline_parallel_schedule="1F1B")
+    parts = configs["stages"]["parallelism"]["module_fqns_per_model_part"]
+    assert [len(modules) for modules in parts] == [21, 14]
     assert (parts[0][0], parts[1][-1]) == ("tok_embeddings", "lm_head")
-    part(found["stages"], "training", local_batch_size=4, disable_cuda_graphs=True)
-    part(found["stages"], "compile", components=["model"])
-    part(found["interleaved"], "parallelism", pipeline_parallel_degree=4, pipeline_parallel_schedule="Interleaved1F1B")
-    assert (found["interleaved"]["model"], found["interleaved"]["layers"]) == (["qwen3", "32B"], 64)
-    part(found["contexts"], "parallelism", context_parallel_degree=2)
-    part(found["contexts"], "compile", enable=False)
-    part(found["experts"], "parallelism", expert_parallel_degree=4, data_parallel_shard_degree=8)
-    assert found["experts"]["model"] == ["qwen3", "30B-A3B"]
+    part(configs["stages"], "training", local_batch_size=4, disable_cuda_graphs=True)
+    part(configs["stages"], "compile", components=["model"])
+    part(
+        configs["interleaved"], "parallelism", pipeline_parallel_degree=4, pipeline_parallel_schedule="Interleaved1F1B"
+    )
+    assert (configs["interleaved"]["model"], configs["interleaved"]["layers"]) == (["qwen3", "32B"], 64)
+    part(configs["contexts"], "parallelism", context_parallel_degree=2)
+    part(configs["contexts"], "compile", enable=False)
+    part(configs["experts"], "parallelism", expert_parallel_degree=4, data_parallel_shard_degree=8)
+    assert configs["experts"]["model"] == ["qwen3", "30B-A3B"]
 
 
 def test_torchtitans_toml_files_are_what_the_plans_say(tmp_path: Path, warm: WarmStarts) -> None:
     folders = titans(tmp_path)
     (tmp_path / "wrong.toml").write_text("[parallelism]\npipeline_parallel_split_points = []\n")
-    files = [each / "train.toml" for each in folders.values()]
+    files = [folder / "train.toml" for folder in folders.values()]
     *results, wrong = parse(warm, "torchtitan-0.2", [*files, tmp_path / "wrong.toml"])
     assert "pipeline_parallel_split_points" in wrong["error"], "what it takes is known to it"
-    assert not [each["error"] for each in results if "error" in each]
-    found = dict(zip(folders, results, strict=True))
-    part(found["fsdp"], "model", name="llama3", flavor="8B")
-    part(found["fsdp"], "activation_checkpoint", mode="full")
-    part(found["default"], "activation_checkpoint", mode="selective", selective_ac_option="op")
-    part(found["hsdp"], "parallelism", data_parallel_replicate_degree=2, enable_async_tensor_parallel=True)
-    parts = found["stages"]["parallelism"]["module_fqns_per_model_part"]
-    assert ([len(each) for each in parts], parts[1][-1]) == ([21, 14], "output")
-    part(found["interleaved"], "model", name="qwen3", flavor="32B")
-    part(found["contexts"], "parallelism", context_parallel_degree=2, context_parallel_rotate_method="allgather")
-    part(found["experts"], "parallelism", expert_parallel_degree=4, data_parallel_shard_degree=8)
+    assert not [config["error"] for config in results if "error" in config]
+    configs = dict(zip(folders, results, strict=True))
+    part(configs["fsdp"], "model", name="llama3", flavor="8B")
+    part(configs["fsdp"], "activation_checkpoint", mode="full")
+    part(configs["default"], "activation_checkpoint", mode="selective", selective_ac_option="op")
+    part(configs["hsdp"], "parallelism", data_parallel_replicate_degree=2, enable_async_tensor_parallel=True)
+    parts = configs["stages"]["parallelism"]["module_fqns_per_model_part"]
+    assert ([len(modules) for modules in parts], parts[1][-1]) == ([21, 14], "output")
+    part(configs["interleaved"], "model", name="qwen3", flavor="32B")
+    part(configs["contexts"], "parallelism", context_parallel_degree=2, context_parallel_rotate_method="allgather")
+    part(configs["experts"], "parallelism", expert_parallel_degree=4, data_parallel_shard_degree=8)
 
 
 def test_deepspeed_the_trainer_and_accelerate_take_the_files(tmp_path: Path, warm: WarmStarts) -> None:
@@ -128,21 +133,21 @@ def test_deepspeed_the_trainer_and_accelerate_take_the_files(tmp_path: Path, war
     (tmp_path / "wrong.json").write_text(json.dumps(document))
     arguments = words(tmp_path / "0" / "train.sh")
     configured = accelerate_files(tmp_path)
-    *found, wrong, other, full, grad_op, hybrid, wrong_yaml = parse(
+    *plain, wrong, other, full, grad_op, hybrid, wrong_yaml = parse(
         warm,
         "deepspeed",
         [*files, tmp_path / "wrong.json", files[0], *configured.values()],
         [*[arguments] * 5, ["--per_device_train_batch_size", "4", "--bf16"], *[()] * len(configured)],
     )
     assert "level" in wrong["error"], "what it takes is known to it"
-    assert found == [
+    assert plain == [
         {
             **{"stage": stage, "bf16": True, "micro_batch": 1, "accumulation": 2, "sequences": 16, "mismatches": []},
             **{"checkpointing": True, "rest": ["--max_seq_length", "8192"]},
         }
         for stage in range(4)
     ]
-    assert any("train_micro_batch_size_per_gpu" in each for each in other["mismatches"]), "mismatches are seen"
+    assert any("train_micro_batch_size_per_gpu" in mismatch for mismatch in other["mismatches"]), "mismatches are seen"
     for strategy, config in zip(configured, (full, grad_op, hybrid), strict=False):
         assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (8, 1, "bf16")
         assert config["distributed_type"] == "FSDP"

@@ -53,14 +53,14 @@ def step_of(
 
 
 def sharded(stage: int, **axes: int) -> dict[str, Any]:
-    over = tuple(axis for axis in ("dp_shard", "cp") if axes.get(axis, 1) > 1)
-    return dict.fromkeys(EVERYTHING[3 - stage :], over)
+    shard_axes = tuple(axis for axis in ("dp_shard", "cp") if axes.get(axis, 1) > 1)
+    return dict.fromkeys(EVERYTHING[3 - stage :], shard_axes)
 
 
-def write(folder: Path, written: Written) -> Path:
-    for name, text in written.texts.items():
+def write(folder: Path, files: Written) -> Path:
+    for name, text in files.texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    return folder / next(iter(written.texts))
+    return folder / next(iter(files.texts))
 
 
 def unsaid_of(text: str) -> list[str]:
@@ -69,17 +69,17 @@ def unsaid_of(text: str) -> list[str]:
     return [line.partition("cannot be said here: ")[2] for line in lines if "cannot be said here: " in line]
 
 
-def require_same(step: Workload, file: Path, written: Written, model: str | Blocks) -> None:
+def require_same(step: Workload, file: Path, files: Written, model: str | Blocks) -> None:
     """The file has no key that is unknown, and means the step but for what is not said."""
-    config = read_config(str(file), written.arguments)
+    config = read_config(str(file), files.arguments)
     assert config.unknown == []
-    commented = [text for name, text in written.texts.items() if not name.endswith(".json")]
-    assert all(f"cannot be said here: {each}"[:60] in text for each in written.unsaid for text in commented)
-    if written.unsaid:
+    commented = [text for name, text in files.texts.items() if not name.endswith(".json")]
+    assert all(f"cannot be said here: {unsaid}"[:60] in text for unsaid in files.unsaid for text in commented)
+    if files.unsaid:
         return
     says_model = not file.name.startswith(("ds_config", "accelerate"))
-    named = config if says_model else replace(config, model=str(model))
-    back = read_run(named, step.cluster).workload
+    complete = config if says_model else replace(config, model=str(model))
+    back = read_run(complete, step.cluster).workload
     assert isinstance(step.plan, Plan)
     assert isinstance(back.plan, Plan)
     properties, written_as = plan_properties(back, back.plan), plan_properties(step, step.plan)
@@ -108,14 +108,14 @@ def torchtitan_plans(draw: st.DrawFn) -> Plan:
     fields = sharded(3, **mesh)
     if keeps:
         fields.pop("shard_gradients")
-    every = draw(st.sampled_from([2, 4]))
+    interval = draw(st.sampled_from([2, 4]))
     return Plan(
         Mesh(**mesh, dp_replicate=1 if piped else draw(st.sampled_from([1, 2]))),
         "interleaved-1f1b" if piped and looped else "1f1b",
         stages_per_rank=draw(st.sampled_from([2, 4])) if piped and looped else None,
         reshard_after="step" if keeps else "layer",
         sequence_parallel=mesh["tp"] > 1,
-        recompute=draw(st.sampled_from(["none", "full", "per-op", f"every-{every}"])),
+        recompute=draw(st.sampled_from(["none", "full", "per-op", f"every-{interval}"])),
         context=draw(st.sampled_from(["all_gather", "ring"])),
         **fields,
     )
@@ -132,16 +132,18 @@ def megatron_plans(draw: st.DrawFn) -> Plan:
         mesh["dp_replicate"] = draw(st.sampled_from([1, 2]))
     stages = mesh["pp"] * (virtual := 2 if piped and looped else 1)
     count = draw(st.integers(1, 32 // stages - 1)) if 32 // stages > 1 else 0
-    some = tuple(block for block in range(32) if block % (32 // stages) < count)
-    every = [each for each in MODULES if each != "mla_up_proj"]
-    modules = "+".join(sorted(draw(st.sets(st.sampled_from(every), min_size=1)), key=MODULES.index))
+    blocks = tuple(block for block in range(32) if block % (32 // stages) < count)
+    names = [module for module in MODULES if module != "mla_up_proj"]
+    modules = "+".join(sorted(draw(st.sets(st.sampled_from(names), min_size=1)), key=MODULES.index))
     return Plan(
         Mesh(**mesh),
         "interleaved-1f1b" if virtual > 1 else "1f1b",
         stages_per_rank=virtual if virtual > 1 else None,
         reduce_at="layer" if stage > 1 else draw(st.sampled_from(["layer", "step"])),
         sequence_parallel=mesh["tp"] > 1 and draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "full", "first-1", "uniform-2", *([some] if some else []), modules])),
+        recompute=draw(
+            st.sampled_from(["none", "full", "first-1", "uniform-2", *([blocks] if blocks else []), modules])
+        ),
         context=draw(st.sampled_from(["all_gather", "ring", "ulysses"])),
         **sharded(stage, **mesh),
     )
@@ -178,15 +180,15 @@ slow = settings(deadline=None, max_examples=examples(120), suppress_health_check
 def test_a_plan_of_torchtitan_is_read_as_it_was_written(tmp_path: Path, plan: Plan, loss: str, tp: str) -> None:
     """In Python and in TOML, but for what only one of them can say."""
     step = step_of(plan, "torchtitan", attention="flash2", loss=loss, async_tp=tp if plan.mesh.tp > 1 else "off")
-    written = write_step(step, "llama3-8b")
+    files = write_step(step, "llama3-8b")
     old = [str(plan.recompute).startswith("every-"), plan.mesh.cp > 1 and plan.context == "ring"]
-    assert len(written.unsaid) == sum(old) * 2, "what is left out, and how the steps differ then"
-    code = write(tmp_path, written)
-    newest = written._replace(texts={code.name: written.texts[code.name]})
+    assert len(files.unsaid) == sum(old) * 2, "what is left out, and how the steps differ then"
+    code = write(tmp_path, files)
+    newest = files._replace(texts={code.name: files.texts[code.name]})
     require_same(step, code, newest, "llama3-8b")
-    toml = written.texts["train.toml"]
+    toml = files.texts["train.toml"]
     assert len(unsaid_of(toml)) == (loss == "chunked")
-    only = written._replace(texts={"train.toml": toml}, unsaid=tuple(unsaid_of(toml)))
+    only = files._replace(texts={"train.toml": toml}, unsaid=tuple(unsaid_of(toml)))
     require_same(step, code.with_name("train.toml"), only, "llama3-8b")
 
 
@@ -197,20 +199,20 @@ def test_a_plan_of_megatron_is_read_as_it_was_written(tmp_path: Path, plan: Plan
     early = "on" if plan.reduce_at == "layer" else "off"
     assume(model == "llama3-8b" or plan.recompute != "uniform-2")  # of mixtures, experts alone are recomputed
     step = step_of(plan, "megatron-core", model, precision, gradients=gradients, dp_overlap=early, experts="grouped")
-    written = write_step(step, model)
-    assert written.unsaid == ()
-    require_same(step, write(tmp_path, written), written, model)
+    files = write_step(step, model)
+    assert files.unsaid == ()
+    require_same(step, write(tmp_path, files), files, model)
 
 
 @slow
 @given(nanotron_plans(), st.sampled_from(["bf16", "bf16-fp32-grads", "fp16"]))
-def test_a_plan_of_nanotron_is_read_as_it_was_written(tmp_path: Path, found: tuple[Plan, int], precision: str) -> None:
-    plan, layers = found
+def test_a_plan_of_nanotron_is_read_as_it_was_written(tmp_path: Path, case: tuple[Plan, int], precision: str) -> None:
+    plan, layers = case
     step = step_of(plan, "nanotron", precision=precision)
     step = replace(step, model=replace(step.model, layers=layers))
-    written = write_step(step, "llama3-8b")
-    assert written.unsaid == ()
-    require_same(step, write(tmp_path, written), written, step.model)
+    files = write_step(step, "llama3-8b")
+    assert files.unsaid == ()
+    require_same(step, write(tmp_path, files), files, step.model)
 
 
 REPLICAS = Plan(Mesh(dp_shard=8, dp_replicate=2), recompute="full", **sharded(3, dp_shard=8))
@@ -230,10 +232,10 @@ REPLICAS = Plan(Mesh(dp_shard=8, dp_replicate=2), recompute="full", **sharded(3,
 )
 def test_a_plan_of_the_trainer_is_read_as_it_was_written(tmp_path: Path, recipe: str, plan: Plan) -> None:
     step = step_of(plan, recipe, precision="bf16")
-    written = write_step(step, "llama3-8b")
-    assert written.unsaid == ()
-    file = write(tmp_path, written)
-    require_same(step, file, written, "llama3-8b")
+    files = write_step(step, "llama3-8b")
+    assert files.unsaid == ()
+    file = write(tmp_path, files)
+    require_same(step, file, files, "llama3-8b")
     assert "--model_name_or_path" in (tmp_path / "train.sh").read_text()
 
 
@@ -241,16 +243,16 @@ def test_a_plan_of_the_trainer_is_read_as_it_was_written(tmp_path: Path, recipe:
 def test_what_cannot_be_said_stands_in_a_comment_of_every_file(name: str, tmp_path: Path) -> None:
     plan = Plan(Mesh(dp_shard=4, pp=4), "zb-h2", shard_optimizer=("dp_shard",), recompute="selective")
     step = step_of(plan, name)
-    written = write_step(step, "llama3-8b")
-    assert any("schedule" in each for each in written.unsaid)
-    require_same(step, write(tmp_path, written), written, "llama3-8b")
+    files = write_step(step, "llama3-8b")
+    assert any("schedule" in unsaid for unsaid in files.unsaid)
+    require_same(step, write(tmp_path, files), files, "llama3-8b")
 
 
 def test_a_model_that_is_no_flavor_is_left_to_the_user(tmp_path: Path) -> None:
     step = step_of(Plan(Mesh(dp_shard=8), **sharded(3, dp_shard=8)), "torchtitan", "gpt2")
-    written = write_step(step, "gpt2")
-    assert written.unsaid[0].startswith("the model, which is none of torchtitan's flavors")
-    write(tmp_path, written)
+    files = write_step(step, "gpt2")
+    assert files.unsaid[0].startswith("the model, which is none of torchtitan's flavors")
+    write(tmp_path, files)
     assert "flavor =" not in (tmp_path / "train.toml").read_text()
 
 
@@ -264,24 +266,24 @@ def test_a_recipe_of_a_users_file_is_written_as_its_base(tmp_path: Path) -> None
 def test_uneven_stages_are_said_where_a_framework_has_words_for_them(tmp_path: Path) -> None:
     common: dict[str, Any] = {"shard_optimizer": ("dp_shard",), "reduce_at": "step"}
     plan = Plan(Mesh(dp_shard=2, pp=4), layers_per_stage=(7, 9, 9, 7), **common)
-    written = write_step(step_of(plan, "megatron-core"), "llama3-8b")
-    assert written.unsaid == ()
-    assert "--decoder-first-pipeline-num-layers 7" in written.texts["train.sh"]
+    files = write_step(step_of(plan, "megatron-core"), "llama3-8b")
+    assert files.unsaid == ()
+    assert "--decoder-first-pipeline-num-layers 7" in files.texts["train.sh"]
     plan = replace(plan, mesh=Mesh(dp_shard=2, pp=2), layers_per_stage=(20, 12))
-    written = write_step(step_of(plan, "megatron-core"), "llama3-8b")
-    assert written.unsaid == ()
+    files = write_step(step_of(plan, "megatron-core"), "llama3-8b")
+    assert files.unsaid == ()
     keeps: dict[str, Any] = {
         "shard_parameters": ("dp_shard",),
         "shard_optimizer": ("dp_shard",),
         "reshard_after": "step",
     }
     plan = Plan(Mesh(dp_shard=2, pp=2), layers_per_stage=(20, 12), **keeps)
-    written = write_step(step_of(plan, "torchtitan", **COMPILED), "llama3-8b")
-    assert written.unsaid == ()
-    assert '["layers.31", "norm", "output"]' not in written.texts["train.toml"]
-    assert '"layers.31", "norm", "output"]]' in written.texts["train.toml"]
-    assert '["tok_embeddings", "layers.0", ' in written.texts["train_config.py"]
-    assert '"layers.31", "norm", "lm_head"]]' in written.texts["train_config.py"]
+    files = write_step(step_of(plan, "torchtitan", **COMPILED), "llama3-8b")
+    assert files.unsaid == ()
+    assert '["layers.31", "norm", "output"]' not in files.texts["train.toml"]
+    assert '"layers.31", "norm", "output"]]' in files.texts["train.toml"]
+    assert '["tok_embeddings", "layers.0", ' in files.texts["train_config.py"]
+    assert '"layers.31", "norm", "lm_head"]]' in files.texts["train_config.py"]
 
 
 def test_every_writer_has_a_recipe() -> None:
@@ -331,17 +333,17 @@ src/nanotron/config/config.py at 00708b80, parallelism_config.py at 19f88fbe and
 
 @slow
 @given(nanotron_plans())
-def test_nanotrons_file_has_the_fields_that_it_asks_for_and_no_others(tmp_path: Path, found: tuple[Plan, int]) -> None:
-    plan, layers = found
+def test_nanotrons_file_has_the_fields_that_it_asks_for_and_no_others(tmp_path: Path, case: tuple[Plan, int]) -> None:
+    plan, layers = case
     step = step_of(plan, "nanotron")
-    written = write_step(replace(step, model=replace(step.model, layers=layers)), "llama3-8b")
-    document, _ = read_yaml(next(iter(written.texts.values())), "train.yaml")
+    files = write_step(replace(step, model=replace(step.model, layers=layers)), "llama3-8b")
+    document, _ = read_yaml(next(iter(files.texts.values())), "train.yaml")
     assert {name for name in NANOTRON if "." not in name} == document.keys()
-    for place, (required, known) in NANOTRON.items():
+    for place, (required, optional) in NANOTRON.items():
         section: Any = document
         for name in place.split("."):
             section = section[name]
-        assert required <= section.keys() <= required | known, place
+        assert required <= section.keys() <= required | optional, place
 
 
 MEGATRON_FLAGS = {

@@ -64,7 +64,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-def found(check: str, facts: HostFacts) -> Finding:
+def find_check(check: str, facts: HostFacts) -> Finding:
     return next(finding for finding in check_host(facts) if finding.check == check)
 
 
@@ -75,11 +75,11 @@ def test_nothing_is_wrong_with_a_good_host() -> None:
 
 @pytest.mark.parametrize(("check", "change", "state", "remedy"), BAD)
 def test_a_bad_host_is_found_with_its_remedy(check: str, change: dict[str, Any], state: str, remedy: str) -> None:
-    finding = found(check, replace(GOOD, **change))
+    finding = find_check(check, replace(GOOD, **change))
     assert finding.state == state
     assert remedy in finding.remedy
-    others = [each for each in check_host(replace(GOOD, **change)) if each.check != check]
-    assert all(each.state == "ok" for each in others), others
+    others = [other for other in check_host(replace(GOOD, **change)) if other.check != check]
+    assert all(other.state == "ok" for other in others), others
 
 
 def test_every_check_that_can_fail_is_tried() -> None:
@@ -106,7 +106,7 @@ BAD_WORLD = [
 
 @pytest.mark.parametrize(("check", "change", "state", "present"), BAD_WORLD)
 def test_a_bad_world_is_found(check: str, change: dict[str, Any], state: str, present: str) -> None:
-    finding = next(each for each in check_world(replace(WORLD, **change)) if each.check == check)
+    finding = next(candidate for candidate in check_world(replace(WORLD, **change)) if candidate.check == check)
     assert finding.state == state
     assert present in finding.present
     assert finding.remedy

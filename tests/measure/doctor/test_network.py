@@ -37,18 +37,18 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), BAD)
-def test_faults_of_the_host_are_reported(change: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_faults_of_the_host_are_reported(change: dict[str, Any], message: str) -> None:
     (sentence,) = replace(GOOD, **change).failures()
-    assert said in sentence
+    assert message in sentence
 
 
 def _rank_with_a_flipped_weight(rank: int) -> list[int]:
     weights = torch.zeros(4)
     if dist.get_rank() == 1:
         weights[2] = 1e-30
-    kept = {(0, "all"): weights, (1, f"slice {rank}"): torch.ones(2) * rank}
-    return _unequal_ranks(cast(Any, SimpleNamespace(kept=kept)))
+    slices = {(0, "all"): weights, (1, f"slice {rank}"): torch.ones(2) * rank}
+    return _unequal_ranks(cast(Any, SimpleNamespace(kept=slices)))
 
 
 def test_a_single_flipped_bit_is_found_and_slices_of_ones_own_are_not_compared(ranks: Callable[[int], Ranks]) -> None:

@@ -25,11 +25,11 @@ def compared(rank: int, pair: StrategyPair, size: Size, turns: int, transport: s
     return compare_rank(rank, CPU, pair, size, turns, transport)
 
 
-def transports(rank: int, asked: str, shares: bool) -> str:
+def transports(rank: int, transport: str, shares: bool) -> str:
     """The transport of a comparison, or why there is none."""
     with nullcontext() if shares else Neighbours.not_used():
         try:
-            return find_transport(CPU, asked)
+            return find_transport(CPU, transport)
         except UserError as error:
             return str(error)
 
@@ -50,7 +50,9 @@ class StandIn:
 
 def stand_ins(rank: int, turns: int, **sides: tuple[float, float]) -> Comparison:
     """Sides that take so many seconds, busy and asleep."""
-    return compare_sides({name: lambda each=each: StandIn(*each) for name, each in sides.items()}, turns, CPU)
+    return compare_sides(
+        {name: lambda seconds=seconds: StandIn(*seconds) for name, seconds in sides.items()}, turns, CPU
+    )
 
 
 def slow_stand_in(rank: int, turns: int) -> Comparison:

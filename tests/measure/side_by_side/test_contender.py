@@ -40,17 +40,17 @@ class Growing:
     """Keeps a MiB, and for a while takes one more in every step than in the one before."""
 
     def __init__(self) -> None:
-        self.kept, self.steps = torch.ones(MIB // 4), 0
+        self.tensor, self.steps = torch.ones(MIB // 4), 0
 
     def step(self) -> Tensor:
         self.steps += 1
-        more = torch.ones(self.steps * MIB // 4)
-        return more.sum()
+        larger = torch.ones(self.steps * MIB // 4)
+        return larger.sum()
 
 
 def test_the_peak_is_of_the_last_step_and_of_what_the_contender_keeps() -> None:
-    before = torch.ones(8 * MIB // 4)
+    earlier_tensor = torch.ones(8 * MIB // 4)
     contender, losses, peak = measure_memory(Growing, 3, torch.device("cpu"))
     assert isinstance(contender, Growing)
     assert len(losses) == contender.steps == 3
-    assert 4 * MIB <= peak < 5 * MIB < before.nbytes
+    assert 4 * MIB <= peak < 5 * MIB < earlier_tensor.nbytes

@@ -31,11 +31,13 @@ SAMPLE = {"tensor-parallel", "zb-v"}
     "name", sampled((name for name, pair in PAIRS.items() if pair.min_ranks == 2), SAMPLE.__contains__)
 )
 def test_both_sides_of_a_pair_have_one_loss(ranks: Worlds, name: str) -> None:
-    found = compared(ranks, name, "shared")
-    assert found.loss_error <= 1e-6
-    assert len(found.our_losses) > len(found.ours.seconds) == 2, "losses of the first steps count as well"
-    assert found.our_losses[0] > found.our_losses[-1] or found.our_losses[0] != found.our_losses[1], "both train"
-    assert 0.5 < found.memory < 2
+    comparison = compared(ranks, name, "shared")
+    assert comparison.loss_error <= 1e-6
+    assert len(comparison.our_losses) > len(comparison.ours.seconds) == 2, "losses of the first steps count as well"
+    assert (
+        comparison.our_losses[0] > comparison.our_losses[-1] or comparison.our_losses[0] != comparison.our_losses[1]
+    ), "both train"
+    assert 0.5 < comparison.memory < 2
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_pytorchs_side_has_the_same_losses_on_both_transports(ranks: Worlds, nam
 
 
 @pytest.mark.parametrize(
-    ("asked", "shares", "transport"),
+    ("requested", "shares", "transport"),
     [
         ("", True, "shared"),
         ("", False, "gloo"),
@@ -61,27 +63,27 @@ def test_pytorchs_side_has_the_same_losses_on_both_transports(ranks: Worlds, nam
     ],
 )
 def test_both_sides_use_shared_memory_unless_there_is_none(
-    ranks: Worlds, asked: str, shares: bool, transport: str
+    ranks: Worlds, requested: str, shares: bool, transport: str
 ) -> None:
-    assert ranks(2).call(jobs.transports, asked, shares) == [transport] * 2
+    assert ranks(2).call(jobs.transports, requested, shares) == [transport] * 2
 
 
 def test_a_rewritten_program_has_pytorchs_loss_as_well(ranks: Worlds) -> None:
     (pair,) = find_pairs(("ddp",), "all")
-    found = ranks(2).call(jobs.compared, pair, jobs.TINY, 1)[0]
-    assert found.loss_error <= 1e-6
+    comparison = ranks(2).call(jobs.compared, pair, jobs.TINY, 1)[0]
+    assert comparison.loss_error <= 1e-6
 
 
 @pytest.mark.thorough  # the suite compares shards and replicas apart
 def test_replicas_of_shards_have_one_loss_with_pytorchs(ranks: Worlds) -> None:
-    found = ranks(4).call(jobs.compared, PAIRS["hsdp"], jobs.TINY, 1)[0]
-    assert found.agrees
+    comparison = ranks(4).call(jobs.compared, PAIRS["hsdp"], jobs.TINY, 1)[0]
+    assert comparison.agrees
 
 
 def test_a_slower_side_is_seen_as_slower_and_where(ranks: Worlds) -> None:
-    found, others = ranks(2).call(jobs.slow_stand_in, 3)
-    assert found == others, "every rank gives the slowest rank's steps"
-    assert found.ratio.median > 1
-    ours, theirs = (side.parts(found.plain) for side in (found.ours, found.theirs))
+    comparison, others = ranks(2).call(jobs.slow_stand_in, 3)
+    assert comparison == others, "every rank gives the slowest rank's steps"
+    assert comparison.ratio.median > 1
+    ours, theirs = (side.parts(comparison.plain) for side in (comparison.ours, comparison.theirs))
     assert ours.waiting > 0.1 > ours.overhead
     assert theirs.overhead > 0.01
