@@ -10,7 +10,7 @@ from math import inf
 import pytest
 from rich.console import Console
 
-from shardlab.cli.plan.report import PlanReport, print_families, searched
+from shardlab.cli.plan.report import PlanReport, print_families, search_text
 from shardlab.common.text import seconds_text
 from shardlab.common.user_code import trace_limits
 from shardlab.planner.choose import STEPS, PlanChoice, choose, expected_error, find_contenders
@@ -63,12 +63,12 @@ def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
 def test_the_report_says_how_much_was_searched_and_what_no_plan_can_undercut() -> None:
     whole = chosen()
     least = whole.problem.workload(whole.best.candidate).mfu(1.0)
-    assert searched(whole).startswith("best of 1 simulated plan, after 1 estimate, in ")
-    assert searched(whole).endswith(
+    assert search_text(whole).startswith("best of 1 simulated plan, after 1 estimate, in ")
+    assert search_text(whole).endswith(
         f"no plan can be faster than {seconds_text(least)}, the model's matrix products at the peak"
     )
     assert least < whole.best.seconds
-    assert "the time was up" not in searched(whole)
+    assert "the time was up" not in search_text(whole)
 
 
 def test_the_first_screen_has_the_plan_its_figures_three_others_and_the_commands(choice: PlanChoice) -> None:

@@ -536,5 +536,5 @@ def _slice_of_weights(state: RankState, op: Op) -> Holds:
 
 
 def _holds_text(holds: Holds | None) -> str:
-    """Return the slices that an op loads, as text. A tape from a file may have an invalid set."""
+    """Return the pieces that an op names, as text for an error message. A tape from a file may have a negative mask."""
     return str(holds) if holds is None or holds.mask >= 0 else f"bit set {holds.mask} of {holds.of}"

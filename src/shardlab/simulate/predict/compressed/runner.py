@@ -215,7 +215,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.compressed.wait_for_all()
 
     def message(self, key: StepKey) -> CompressedStep:
-        """Run a step that sends or receives, and return its compressed step."""
+        """Run an action that sends or receives, and return its entries and its change of memory."""
         boundary = key.boundary
         assert boundary is not None
         self.wait_for_sends(key)
