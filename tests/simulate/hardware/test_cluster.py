@@ -113,9 +113,9 @@ def test_every_figure_of_the_tables_could_stand_in_a_file() -> None:
     rows: list[Device | Link] = [*DEVICES.values(), *LINKS.values()]
     for row in rows:
         numbers = {name: getattr(row, name) for name in field_types(type(row))}
-        given = {name: number for name, number in numbers.items() if (name, number) != ("pair", 0.0)}
-        assert len(given) >= 3
-        assert read_fields(field_types(type(row)), given, "") == given
+        file_fields = {name: number for name, number in numbers.items() if (name, number) != ("pair", 0.0)}
+        assert len(file_fields) >= 3
+        assert read_fields(field_types(type(row)), file_fields, "") == file_fields
 
 
 def test_a_link_without_latency_is_one(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_the_network_is_reported_with_what_was_assumed(tmp_path: Path) -> None:
     assert find_cluster("h100x1").network_text == ""
     file = tmp_path / "ours.toml"
     file.write_text('device = "h100"\nnodes = 2\ninter_node = "roce-400"\nintra_node = "nvlink4"\n')
-    found = find_cluster(str(file))
-    assert found.assumed == ("nics",)
+    cluster = find_cluster(str(file))
+    assert cluster.assumed == ("nics",)
     text = "8 NICs of roce-400 a node, nvlink4 inside a node; nics assumed, as in the usual node of h100"
-    assert found.network_text == text
+    assert cluster.network_text == text
     file.write_text(file.read_text() + "nics = 1\n")
     assert find_cluster(str(file)).network_text == "1 NIC of roce-400 a node, nvlink4 inside a node"
 
@@ -146,5 +146,5 @@ def test_two_of_four_gpus_without_a_switch_have_a_third_of_their_links(tmp_path:
     board, switched = find_cluster(str(path)), find_cluster("h200x8")
     assert board.intra_node.name == "nvlink4-mesh"
     for ranks, share in (((0, 1), 3.0), ((0, 1, 2), 1.5), ((0, 1, 2, 3), 1.0)):
-        mine, theirs = (each.collective_seconds("all_gather", 1e12, ranks) for each in (board, switched))
+        mine, theirs = (cluster.collective_seconds("all_gather", 1e12, ranks) for cluster in (board, switched))
         assert mine / theirs == pytest.approx(share, rel=1e-3)

@@ -58,14 +58,16 @@ def test_a_small_all_reduce_over_many_nodes_goes_by_tree() -> None:
 
 def test_every_step_of_a_ring_over_nodes_takes_the_network_s_overhead_where_it_is_known() -> None:
     """So tensor parallelism over two nodes waits 15 times; an all-reduce still has a tree, a node's own ring none."""
-    known = replace(find_cluster("h100x1024"), inter_node=find_link("efa-100"), nics=32)
-    plain = replace(known, inter_node=replace(known.inter_node, net_step=0.0))
-    each = known.inter_node.net_step
-    assert known.collective_seconds("all_gather", 1.0, range(16)) == pytest.approx(15 * each, rel=0.02)
-    assert plain.collective_seconds("all_gather", 1.0, range(16)) < 2 * each
-    assert known.collective_seconds("all_reduce", 1.0, range(1024)) < 2 * (7 + 7 + 1) * each
+    with_overhead = replace(find_cluster("h100x1024"), inter_node=find_link("efa-100"), nics=32)
+    without_overhead = replace(with_overhead, inter_node=replace(with_overhead.inter_node, net_step=0.0))
+    step_seconds = with_overhead.inter_node.net_step
+    assert with_overhead.collective_seconds("all_gather", 1.0, range(16)) == pytest.approx(15 * step_seconds, rel=0.02)
+    assert without_overhead.collective_seconds("all_gather", 1.0, range(16)) < 2 * step_seconds
+    assert with_overhead.collective_seconds("all_reduce", 1.0, range(1024)) < 2 * (7 + 7 + 1) * step_seconds
     for kind in COSTS:
-        assert known.collective_seconds(kind, 1e8, range(8)) == plain.collective_seconds(kind, 1e8, range(8))
+        assert with_overhead.collective_seconds(kind, 1e8, range(8)) == without_overhead.collective_seconds(
+            kind, 1e8, range(8)
+        )
 
 
 @given(KIND.filter(lambda kind: kind in ("all_reduce", "all_gather", "reduce_scatter")), st.floats(1e10, 1e12))
@@ -75,21 +77,23 @@ def test_large_collectives_are_half_as_fast_with_the_ranks_that_halve_the_speed(
     plain = replace(find_link("efa-100"), half_speed_ranks=0.0, latency=0.0, net_step=1e-12)
     fast = replace(find_cluster("h100x1024"), inter_node=plain, nics=32)
     slow = replace(fast, inter_node=replace(plain, half_speed_ranks=256.0))
-    whole = [each.collective_seconds(kind, bytes, range(256)) for each in (slow, fast)]
-    assert whole[0] == pytest.approx(2 * whole[1], rel=0.01)
-    one = [each.collective_seconds(kind, bytes / 8, range(0, 256, 8)) for each in (slow, fast)]
-    assert one[0] == pytest.approx((1 + 32 / 256) * one[1], rel=0.01)
-    inside = [each.collective_seconds(kind, bytes, range(8)) for each in (slow, fast)]
-    assert inside[0] == inside[1]
+    all_devices = [cluster.collective_seconds(kind, bytes, range(256)) for cluster in (slow, fast)]
+    assert all_devices[0] == pytest.approx(2 * all_devices[1], rel=0.01)
+    one_per_node = [cluster.collective_seconds(kind, bytes / 8, range(0, 256, 8)) for cluster in (slow, fast)]
+    assert one_per_node[0] == pytest.approx((1 + 32 / 256) * one_per_node[1], rel=0.01)
+    in_node = [cluster.collective_seconds(kind, bytes, range(8)) for cluster in (slow, fast)]
+    assert in_node[0] == in_node[1]
 
 
 def test_eight_groups_with_a_member_on_each_node_share_its_cards() -> None:
     """One NIC for each GPU: the group has its own. Two NICs for eight GPUs: it has a quarter of one."""
-    own = find_cluster("h100x16")
-    assert own.span([0, 8]).inter_node == own.inter_node.speed
-    assert own.span([0, 1, 8, 9]).ring == 2 * own.inter_node.speed
-    shared = type(own)(own.device, 8, 2, own.intra_node, own.inter_node, own.host, nics=2)
-    assert shared.span([0, 8]).inter_node == own.inter_node.speed / 4
+    nic_per_gpu = find_cluster("h100x16")
+    assert nic_per_gpu.span([0, 8]).inter_node == nic_per_gpu.inter_node.speed
+    assert nic_per_gpu.span([0, 1, 8, 9]).ring == 2 * nic_per_gpu.inter_node.speed
+    two_nics = type(nic_per_gpu)(
+        nic_per_gpu.device, 8, 2, nic_per_gpu.intra_node, nic_per_gpu.inter_node, nic_per_gpu.host, nics=2
+    )
+    assert two_nics.span([0, 8]).inter_node == nic_per_gpu.inter_node.speed / 4
 
 
 def test_a_message_to_another_node_is_slower() -> None:

@@ -197,8 +197,8 @@ def test_every_share_of_a_device_and_every_speed_of_a_link_says_where_it_is_from
         assert {f"matmul.{dtype}" for dtype in device.flops} <= output.keys(), device.name
         assert {"memory", "launch", "k_half", "bytes_half", f"attention.{device.attention}"} <= output.keys()
     for link in LINKS.values():
-        known = {name for name in ("net_step", "half_speed_ranks") if getattr(link, name)}
-        assert link.figures.keys() == {"latency", "efficiency"} | known
+        optional_fields = {name for name in ("net_step", "half_speed_ranks") if getattr(link, name)}
+        assert link.figures.keys() == {"latency", "efficiency"} | optional_fields
 
 
 def test_a_figure_has_a_source_or_runs_or_is_assumed() -> None:
@@ -212,25 +212,25 @@ def test_a_figure_has_a_source_or_runs_or_is_assumed() -> None:
 def test_no_figure_rests_on_fewer_runs_than_were_fitted_together() -> None:
     """Of figures whose runs are in the file of published runs; the playbook's are in a file of their own."""
     ids = [row["id"] for row in json.loads((ROOT / "benchmarks" / "published_runs.json").read_text())]
-    together: dict[tuple[str, ...], dict[str, int]] = {}
+    fitted_fields: dict[tuple[str, ...], dict[str, int]] = {}
     for name, figure in FIGURES.items():
         if figure.runs and not figure.runs[0].startswith("playbook"):
             owner, _, field = name.rpartition(" ")
             several = isinstance(figure.value, Sized) and not isinstance(figure.value, str)
             numbers = len(figure.value) if several else 1
-            together.setdefault((owner, figure.fitted_to, *figure.runs), {})[field] = numbers
-    assert len(together) > 10
-    for (owner, _, *runs), counts in together.items():
-        found = sum(any(fnmatch(each, pattern) for pattern in runs) for each in ids)
-        assert found >= sum(counts.values()), (owner, counts)
+            fitted_fields.setdefault((owner, figure.fitted_to, *figure.runs), {})[field] = numbers
+    assert len(fitted_fields) > 10
+    for (owner, _, *runs), counts in fitted_fields.items():
+        matches = sum(any(fnmatch(run_id, pattern) for pattern in runs) for run_id in ids)
+        assert matches >= sum(counts.values()), (owner, counts)
 
 
 def test_what_a_row_changes_of_its_base_is_not_reported_as_the_bases() -> None:
     """H100s of 500 W reach shares of their own, of which some are fitted and others assumed."""
-    full, less = (find_device(name).efficiency.figures for name in ("h100", "h100-96gb"))
-    assert full["attention.cudnn"].fitted_to
-    assert less["attention.cudnn"].assumed
-    assert less["attention.flash2"].fitted_to == "torchtitan's runs"
+    h100, h100_of_500_watts = (find_device(name).efficiency.figures for name in ("h100", "h100-96gb"))
+    assert h100["attention.cudnn"].fitted_to
+    assert h100_of_500_watts["attention.cudnn"].assumed
+    assert h100_of_500_watts["attention.flash2"].fitted_to == "torchtitan's runs"
 
 
 @pytest.mark.parametrize(
@@ -255,9 +255,9 @@ def test_what_one_generation_of_a_network_was_fitted_to_is_assumed_of_the_others
 
 def test_every_row_says_where_it_was_looked_up_or_that_it_was_not() -> None:
     """A page or a paper that can be opened, another row, a unit by its name, or honestly none."""
-    for what, source in SOURCES.items():
+    for row, source in SOURCES.items():
         openable = "/" in source or "arXiv" in source
-        assert openable or any(words in source for words in ("not looked up", "its name", "fitted")), what
+        assert openable or any(words in source for words in ("not looked up", "its name", "fitted")), row
 
 
 def test_names_are_those_of_the_rows_and_aliases_lead_to_one() -> None:

@@ -95,8 +95,8 @@ def test_sums_that_go_around_a_ring_have_a_line_of_their_own() -> None:
     cluster = Cluster.of_profile(replace(PROFILE, collectives=large))
     seconds = [cluster.collective_seconds("all_reduce", bytes, [0, 1]) for bytes in (2**20, 2**22)]
     assert seconds == pytest.approx([1e-4 + 1e-9 * 2**20, 2e-9 * 2**22])
-    without = Cluster.of_profile(PROFILE).collective_seconds("all_reduce", 2**22, [0, 1])
-    assert without == pytest.approx(1e-4 + 1e-9 * 2**22)
+    one_line_seconds = Cluster.of_profile(PROFILE).collective_seconds("all_reduce", 2**22, [0, 1])
+    assert one_line_seconds == pytest.approx(1e-4 + 1e-9 * 2**22)
 
 
 def test_it_lies_in_the_cache_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +108,12 @@ def test_it_lies_in_the_cache_by_default(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path) -> None:
     path = PROFILE.write(tmp_path / "profile.json")
-    here = Machine("a CPU", places=8, torch="2.9", backend="gloo")
+    this_machine = Machine("a CPU", places=8, torch="2.9", backend="gloo")
     with pytest.raises(
         UserError, match=r"from another machine: places 2 there, 8 here; --other-machine takes it anyway"
     ):
-        Profile.read(path, this_machine=here)
-    assert Profile.read(path, this_machine=here, other_machine=True) == PROFILE
+        Profile.read(path, this_machine=this_machine)
+    assert Profile.read(path, this_machine=this_machine, other_machine=True) == PROFILE
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 7}', '{"version": 7, "machine": {"x": 1}}', '"text"'])

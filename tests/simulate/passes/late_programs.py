@@ -29,10 +29,10 @@ async def received_late(rank: Rank) -> None:
             rank.send(rank.activations.pop((l + 1, i)), to=other)
     for i in rank.microbatches:
         grad = rank.loss(rank.activations.pop((l + 1, i))) if rank.index else await rank.recv(source=other)
-        made, grad = rank.backward(l, rank.activations.pop((l, i)), grad, rank.weights[l])
+        grad_weight, grad = rank.backward(l, rank.activations.pop((l, i)), grad, rank.weights[l])
         if rank.index:
             rank.send(grad, to=other)
-        rank.grad_weights[l] = rank.grad_weights[l] + made if i else made
+        rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if i else grad_weight
     gradient = rank.grad_weights.pop(l)
     rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
 

@@ -37,9 +37,9 @@ MODEL = GPT(layers=4, hidden_size=64, heads=2, vocab_size=32, seq_len=4)
 LONG = replace(MODEL, seq_len=64)
 
 
-def with_arena(before: Checked) -> Checked:
+def with_arena(program: Checked) -> Checked:
     """A program whose buffers lie in an arena; it passes the check."""
-    return check(replace(before.program, tapes=arena(before, 1)))
+    return check(replace(program.program, tapes=arena(program, 1)))
 
 
 def of_model(name: str, model: GPT = MODEL) -> Checked:
@@ -55,17 +55,17 @@ def random_subject(seed: int) -> Program:
 @settings(max_examples=examples(15))
 @given(st.integers(0, 10**6))
 def test_nothing_in_an_arena_is_written_over_before_it_is_read_for_the_last_time(seed: int) -> None:
-    before = check(random_subject(seed))
+    plain = check(random_subject(seed))
     try:
-        after = with_arena(before)
+        rewritten = with_arena(plain)
     except CannotApply:
         assume(False)
         return
-    is_right(after.program)
-    assert [memory.peak for memory in memory_in_bytes(after)] <= [memory.peak for memory in memory_in_bytes(before)]
-    for rank, tape in enumerate(after.program.tapes):
-        size = BufferBytes(after.program, after.specs)
-        bytes_of = {op.outputs[0]: size(after.specs[rank][op.outputs[0]]) for op in tape if op.offset >= 0}
+    is_right(rewritten.program)
+    assert [memory.peak for memory in memory_in_bytes(rewritten)] <= [memory.peak for memory in memory_in_bytes(plain)]
+    for rank, tape in enumerate(rewritten.program.tapes):
+        size = BufferBytes(rewritten.program, rewritten.specs)
+        bytes_of = {op.outputs[0]: size(rewritten.specs[rank][op.outputs[0]]) for op in tape if op.offset >= 0}
         for number, writer in reads(tape, bytes_of):
             assert number == writer, f"value {number} lies where {writer} has been written since"
 
@@ -75,12 +75,12 @@ def reads(tape: list[Op], bytes_of: dict[int, int]) -> Iterator[tuple[int, int]]
     in_place, waits = InPlace(tape), {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
     origin: dict[int, int] = {}  # number of a value to that of the one where it lies
     spans: dict[int, range] = {}
-    written: dict[int, int] = {}  # every 16th byte to the value there
+    last_written: dict[int, int] = {}  # every 16th byte to the value there
     later: dict[int, list[int]] = {}  # a WAIT's index to what its communication reads until then
     for at, op in enumerate(tape):
         for number in (*later.get(at, ()), *(() if op.kind is OpKind.FREE else op.inputs)):
             if number in origin:
-                yield from ((origin[number], written[byte]) for byte in spans[origin[number]])
+                yield from ((origin[number], last_written[byte]) for byte in spans[origin[number]])
         if op.kind in COMMUNICATION:
             later.setdefault(waits[op.handle], []).extend((*op.inputs, *op.outputs))
         for number in op.outputs[:1]:
@@ -89,7 +89,7 @@ def reads(tape: list[Op], bytes_of: dict[int, int]) -> Iterator[tuple[int, int]]
             if op.offset >= 0:
                 origin[number] = number
                 spans[number] = range(op.offset // 16, (op.offset + bytes_of[number]) // 16)
-                written |= dict.fromkeys(spans[number], number)
+                last_written |= dict.fromkeys(spans[number], number)
             elif older in origin:
                 origin[number] = origin[older]
 
@@ -97,61 +97,61 @@ def reads(tape: list[Op], bytes_of: dict[int, int]) -> Iterator[tuple[int, int]]
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_arena_is_as_large_as_what_lies_there_at_its_fullest(name: str) -> None:
     """Within 5 %: best fit is no proof of the least, but the least is what it finds."""
-    before = check(built_in(name))
-    after = with_arena(before)
-    size = BufferBytes(after.program, after.specs)
-    for rank, found in enumerate(arenas_of(after.program, after.specs)):
-        live = most_at_once(found, size, after, rank)
-        assert live <= found.bytes <= 1.05 * live
-    for old, new in zip(memory_in_bytes(before), memory_in_bytes(after), strict=True):
+    plain = check(built_in(name))
+    rewritten = with_arena(plain)
+    size = BufferBytes(rewritten.program, rewritten.specs)
+    for rank, rank_arena in enumerate(arenas_of(rewritten.program, rewritten.specs)):
+        live = most_at_once(rank_arena, size, rewritten, rank)
+        assert live <= rank_arena.bytes <= 1.05 * live
+    for old, new in zip(memory_in_bytes(plain), memory_in_bytes(rewritten), strict=True):
         assert new.peak <= old.peak
 
 
-def most_at_once(found: Arena, size: BufferBytes, of: Checked, rank: int) -> int:
-    live = [0] * (len(of.program.tapes[rank]) + 1)
-    for room, _ in found.buffers:
-        for at in range(room.begin, room.end):
-            live[at] += size.total(room, of.specs[rank])
+def most_at_once(rank_arena: Arena, size: BufferBytes, program: Checked, rank: int) -> int:
+    live = [0] * (len(program.program.tapes[rank]) + 1)
+    for buffer, _ in rank_arena.buffers:
+        for at in range(buffer.begin, buffer.end):
+            live[at] += size.total(buffer, program.specs[rank])
     return max(live)
 
 
 def test_all_that_takes_turns_lies_at_one_offset() -> None:
     """Weights that are gathered for one layer after the other."""
-    after = with_arena(of_model("fsdp", LONG))
-    gathers = [op.offset for op in after.program.tapes[0] if op.kind is OpKind.ALL_GATHER]
+    rewritten = with_arena(of_model("fsdp", LONG))
+    gathers = [op.offset for op in rewritten.program.tapes[0] if op.kind is OpKind.ALL_GATHER]
     assert sum(offset >= 0 for offset in gathers) > 4
     assert {offset for offset in gathers if offset >= 0} == {0}
-    memory, _ = memory_in_bytes(after)
-    found, _ = arenas_of(after.program, after.specs)
-    assert dict(zip(CATEGORIES, memory.by_category, strict=True))[Category.ARENA] == found.bytes > 0
-    assert min(memory.during) >= found.bytes
+    memory, _ = memory_in_bytes(rewritten)
+    rank_arena, _ = arenas_of(rewritten.program, rewritten.specs)
+    assert dict(zip(CATEGORIES, memory.by_category, strict=True))[Category.ARENA] == rank_arena.bytes > 0
+    assert min(memory.during) >= rank_arena.bytes
 
 
 def test_what_would_lie_beside_activations_that_are_gone_by_then_stays_where_it_is() -> None:
     """Data parallelism has its gradients when activations are gone: an arena of both would hold both all the time."""
-    before = of_model("ddp", LONG)
-    rooms = buffers_of(before.program.tapes[0], before.specs[0], before.program.sizes)
-    (found, _) = arenas_of(with_arena(before).program, before.specs)
-    assert len(found.buffers) < len(rooms) == MODEL.layers
+    program = of_model("ddp", LONG)
+    buffers = buffers_of(program.program.tapes[0], program.specs[0], program.program.sizes)
+    (rank_arena, _) = arenas_of(with_arena(program).program, program.specs)
+    assert len(rank_arena.buffers) < len(buffers) == MODEL.layers
 
 
 def test_gradients_that_are_reduced_together_lie_side_by_side() -> None:
-    after = run_named(of_model("ddp"), "bucket=1,arena")[-1].checked
-    (found, _) = arenas_of(after.program, after.specs)
-    (room,) = [room for room, _ in found.buffers]
-    assert len(room.values) == MODEL.layers
-    offsets = {op.outputs[0]: op.offset for op in after.program.tapes[0] if op.offset >= 0}
-    size = BufferBytes(after.program, after.specs)
-    lengths = [size(after.specs[0][number]) for number in room.values]
-    assert [offsets[number] for number in room.values] == [sum(lengths[:n]) for n in range(len(lengths))]
+    rewritten = run_named(of_model("ddp"), "bucket=1,arena")[-1].checked
+    (rank_arena, _) = arenas_of(rewritten.program, rewritten.specs)
+    (buffer,) = [buffer for buffer, _ in rank_arena.buffers]
+    assert len(buffer.values) == MODEL.layers
+    offsets = {op.outputs[0]: op.offset for op in rewritten.program.tapes[0] if op.offset >= 0}
+    size = BufferBytes(rewritten.program, rewritten.specs)
+    lengths = [size(rewritten.specs[0][number]) for number in buffer.values]
+    assert [offsets[number] for number in buffer.values] == [sum(lengths[:n]) for n in range(len(lengths))]
 
 
 def overlapping(tape: list[Op], random: Random) -> Iterator[list[Op]]:
     """Each value moved to another one's offset."""
-    at = [at for at, op in enumerate(tape) if op.offset >= 0]
-    for one in at:
-        for other in random.sample(at, min(4, len(at))):
-            yield [op._replace(offset=tape[other].offset) if here == one else op for here, op in enumerate(tape)]
+    in_arena = [at for at, op in enumerate(tape) if op.offset >= 0]
+    for one in in_arena:
+        for other in random.sample(in_arena, min(4, len(in_arena))):
+            yield [op._replace(offset=tape[other].offset) if at == one else op for at, op in enumerate(tape)]
 
 
 def freed_later(tape: list[Op], _: Random) -> Iterator[list[Op]]:
@@ -167,12 +167,12 @@ def test_rooms_that_overlap_are_refused(mutants: Callable[[list[Op], Random], It
     """And only these: what is let pass is written over nowhere."""
     refused = 0
     for name in ("fsdp", "zero-3", "1f1b", "zb-h1"):
-        after = with_arena(of_model(name))
-        tape = after.program.tapes[0]
-        size = BufferBytes(after.program, after.specs)
-        bytes_of = {op.outputs[0]: size(after.specs[0][op.outputs[0]]) for op in tape if op.offset >= 0}
+        rewritten = with_arena(of_model(name))
+        tape = rewritten.program.tapes[0]
+        size = BufferBytes(rewritten.program, rewritten.specs)
+        bytes_of = {op.outputs[0]: size(rewritten.specs[0][op.outputs[0]]) for op in tape if op.offset >= 0}
         for mutant in mutants(tape, Random(name)):
-            refusal = refused_as(replace(after.program, tapes=[mutant, *after.program.tapes[1:]]))
+            refusal = refused_as(replace(rewritten.program, tapes=[mutant, *rewritten.program.tapes[1:]]))
             if refusal is None:
                 assert all(number == writer for number, writer in reads(mutant, bytes_of))
             else:

@@ -35,8 +35,8 @@ def fused(program: Checked, count: int) -> Program:
 
 def test_the_first_gather_goes_on_beside_the_updates_of_other_layers() -> None:
     for program, gain in ((checked(fsdp, 4), (0.6, 2)), (checked_plan("zero-3"), (0.3, 1))):
-        before, after = run_named(program, "fuse-steps", Goal(PUZZLE_COSTS))
-        assert (round(before.end - after.end, 6), after.setting) == gain
+        original, result = run_named(program, "fuse-steps", Goal(PUZZLE_COSTS))
+        assert (round(original.end - result.end, 6), result.setting) == gain
 
 
 async def sharded_beside_an_idle_rank(rank: Rank) -> None:
@@ -52,15 +52,15 @@ async def sharded_beside_an_idle_rank(rank: Rank) -> None:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l, "full"])
     gradient = rank.loss(rank.activations.pop(len(rank.layers)))
     for l in reversed(rank.layers):
-        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights.pop((l, "full")))
-        total = await rank.reduce_scatter(made, among=range(count))
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights.pop((l, "full")))
+        total = await rank.reduce_scatter(grad_weight, among=range(count))
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
 
 def test_a_rank_that_does_nothing_is_left_as_it_is() -> None:
-    after = fused(check(trace(sharded_beside_an_idle_rank, 3, 2, 2)), 2)
-    assert not after.tapes[2]
-    is_right(after)
+    two_steps = fused(check(trace(sharded_beside_an_idle_rank, 3, 2, 2)), 2)
+    assert not two_steps.tapes[2]
+    is_right(two_steps)
 
 
 @settings(max_examples=examples(20), suppress_health_check=[HealthCheck.filter_too_much])  # most begin with no gather
@@ -68,27 +68,27 @@ def test_a_rank_that_does_nothing_is_left_as_it_is() -> None:
 def test_every_program_that_can_be_fused_is_right(seed: int) -> None:
     program = check(random_program(random_shape(seed)) if seed % 2 else random_plan(seed, ranks=4).program)
     try:
-        after = fused(program, Random(seed).randrange(1, 9))
+        steps = fused(program, Random(seed).randrange(1, 9))
     except CannotApply:
         assume(False)
         return
-    is_right(after)
+    is_right(steps)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_second_step_goes_on_from_what_the_first_has_left(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gathered weights are those that the first step's updates have made: the judge knows no others."""
     for program in (checked(fsdp, 4), checked_plan("zero-3")):
-        two = fused(program, count)
-        assert judge(two).right
-        left = stepped(network_of(two), two.microbatches, program.clips)
+        steps = fused(program, count)
+        assert judge(steps).right
+        updated_weights = stepped(network_of(steps), steps.microbatches, program.clips)
         with monkeypatch.context() as patch:
             for module in (one_device, judged_compute, interpreter_rank):
-                patch.setattr(module, "initial", left.__getitem__)
+                patch.setattr(module, "initial", updated_weights.__getitem__)
             stepped.cache_clear()
-            again = judge(two)
+            second_verdict = judge(steps)
         stepped.cache_clear()
-        assert again.right, again.reason
+        assert second_verdict.right, second_verdict.reason
 
 
 def test_the_step_begins_with_what_was_gathered_and_ends_with_nothing_in_flight() -> None:

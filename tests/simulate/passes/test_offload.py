@@ -60,10 +60,10 @@ def test_what_a_program_keeps_elsewhere_by_itself_stays_there(words: str) -> Non
     """The rest goes where it is to go: here activations are all that is on the device."""
     entry = load(f"{EXAMPLES}/offload.py:offload")
     program = traced(entry, 4, 4, 4)
-    away = is_right(replace(program.program, tapes=offload(program, OffloadTargets.parse([words]))))
-    moved = {kind for tape in away.program.tapes for kind in [op.kind for op in tape if op.place == "disk"]}
-    assert moved == ({OpKind.OFFLOAD} if words == "activations=disk" else set())
-    assert (away.program == program.program) == (words != "activations=disk")
+    offloaded = is_right(replace(program.program, tapes=offload(program, OffloadTargets.parse([words]))))
+    disk_kinds = {kind for tape in offloaded.program.tapes for kind in [op.kind for op in tape if op.place == "disk"]}
+    assert disk_kinds == ({OpKind.OFFLOAD} if words == "activations=disk" else set())
+    assert (offloaded.program == program.program) == (words != "activations=disk")
 
 
 def test_weights_and_states_on_the_host_are_updated_there() -> None:
@@ -79,10 +79,10 @@ def test_weights_and_states_on_the_host_are_updated_there() -> None:
 
 
 def test_copies_start_ahead_and_are_awaited_late() -> None:
-    found = run_named(checked(fsdp, 4), with_offload(None, ["optimizer=host", "activations=disk"]))
-    assert [each.name for each in found] == ["", "offload", "copy-early"]
-    written, away, ahead = (each.end for each in found)
-    assert written < ahead < away
+    results = run_named(checked(fsdp, 4), with_offload(None, ["optimizer=host", "activations=disk"]))
+    assert [result.name for result in results] == ["", "offload", "copy-early"]
+    original, offloaded, copied_early = (result.end for result in results)
+    assert original < copied_early < offloaded
 
 
 @pytest.mark.parametrize(

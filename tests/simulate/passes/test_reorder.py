@@ -38,9 +38,9 @@ def test_every_order_that_a_pass_makes_of_any_program_is_right(seed: int) -> Non
     """Not only those that are kept: what the check would refuse is a mistake of the pass."""
     random = Random(seed)
     program = check(random.choice(WRITERS)(seed))
-    for each in random.choices([each for each in PASSES.values() if each.settings], k=3):
+    for chosen_pass in random.choices([chosen_pass for chosen_pass in PASSES.values() if chosen_pass.settings], k=3):
         try:
-            tapes = each.rewrite(program, random.choice([1, 2, 3, 8, 99]))
+            tapes = chosen_pass.rewrite(program, random.choice([1, 2, 3, 8, 99]))
         except CannotApply:
             continue
         program = is_right(replace(program.program, tapes=tapes))
@@ -98,9 +98,9 @@ def freed_before_it_is_read(order: Ordering) -> None:
 
 
 def written_before_it_is_read(order: Ordering) -> None:
-    update, again = place(order, OpKind.UPDATE, -1), place(order, OpKind.FORWARD, -1)
-    forget(order, again, update)
-    order.start_before(update, again)
+    update, forward = place(order, OpKind.UPDATE, -1), place(order, OpKind.FORWARD, -1)
+    forget(order, forward, update)
+    order.start_before(update, forward)
 
 
 def out_of_turn_on_one_rank(order: Ordering) -> None:
@@ -118,7 +118,7 @@ MISTAKES: list[tuple[Callable[[Ordering], None], Checked, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("mistake", "program", "rule"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES])
+@pytest.mark.parametrize(("mistake", "program", "rule"), MISTAKES, ids=[row[0].__name__ for row in MISTAKES])
 def test_an_order_that_forgets_a_dependence_is_refused(
     mistake: Callable[[Ordering], None], program: Checked, rule: str
 ) -> None:

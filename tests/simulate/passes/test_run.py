@@ -45,54 +45,54 @@ def test_passes_in_any_order_take_no_more_time_and_no_backend(seed: int) -> None
     """The numbers are right after all of them."""
     random = Random(seed)
     program = check(random_subject(seed))
-    found = run_passes(program, random.choices(list(PASSES.values()), k=4))
-    times = [each.end for each in found]
+    results = run_passes(program, random.choices(list(PASSES.values()), k=4))
+    times = [result.end for result in results]
     assert times == sorted(times, reverse=True)
-    assert all(set(program.backends()) <= set(each.checked.backends()) for each in found)
-    is_right(found[-1].checked.program)
+    assert all(set(program.backends()) <= set(result.checked.backends()) for result in results)
+    is_right(results[-1].checked.program)
 
 
 @settings(max_examples=examples(30))
 @given(st.integers(0, 10**6))
 def test_where_memory_is_full_passes_take_no_more_of_it(seed: int) -> None:
     random = Random(seed)
-    found = run_passes(check(random_subject(seed)), random.choices(list(PASSES.values()), k=4), Goal(memory=0))
-    peaks, times = [each.peak for each in found], [each.end for each in found]
+    results = run_passes(check(random_subject(seed)), random.choices(list(PASSES.values()), k=4), Goal(memory=0))
+    peaks, times = [result.peak for result in results], [result.end for result in results]
     assert peaks == sorted(peaks, reverse=True)
     assert times == sorted(times, reverse=True)
 
 
 def test_the_fastest_that_fits_into_the_memory_is_taken() -> None:
     late = checked(awaited_at_once, 2, 3, 2)
-    before, freely = run_named(late, "defer", PUZZLE)
-    (_, within) = run_named(late, "defer", Goal(PUZZLE_COSTS, memory=freely.peak - 1))
-    assert freely.end < within.end < before.end
-    assert (freely.setting, within.setting) == (2, 1)
-    assert run_named(late, "defer", Goal(PUZZLE_COSTS, memory=freely.peak))[-1].setting == freely.setting
+    original, unlimited = run_named(late, "defer", PUZZLE)
+    (_, fitting) = run_named(late, "defer", Goal(PUZZLE_COSTS, memory=unlimited.peak - 1))
+    assert unlimited.end < fitting.end < original.end
+    assert (unlimited.setting, fitting.setting) == (2, 1)
+    assert run_named(late, "defer", Goal(PUZZLE_COSTS, memory=unlimited.peak))[-1].setting == unlimited.setting
 
 
 def test_where_only_what_does_not_fit_is_faster_it_is_said() -> None:
     late = checked(awaited_at_once, 2, 3, 2)
-    before, freely = run_named(late, "defer", PUZZLE)
-    assert freely.peak > before.peak
-    (_, left) = run_named(late, "defer", Goal(PUZZLE_COSTS, memory=before.peak))
-    assert (left.setting, left.why_not) == (None, "every faster program takes more memory than there is")
-    assert left.checked is before.checked
+    original, unlimited = run_named(late, "defer", PUZZLE)
+    assert unlimited.peak > original.peak
+    (_, limited) = run_named(late, "defer", Goal(PUZZLE_COSTS, memory=original.peak))
+    assert (limited.setting, limited.why_not) == (None, "every faster program takes more memory than there is")
+    assert limited.checked is original.checked
 
 
 @pytest.mark.parametrize(("strategy", "name"), [(received_late, "receive-early"), (wsdp, "prefetch")])
 def test_where_memory_has_no_room_for_all_that_may_start_early_the_rest_does(strategy: Strategy, name: str) -> None:
     """Only what stands at the peak stays where it was; a setting says which, and makes the same program again."""
     late = checked(strategy, 2, 2)
-    before, freely = run_named(late, name, PUZZLE)
-    assert freely.peak > before.peak
-    found = run_named(late, name, Goal(PUZZLE_COSTS, memory=before.peak))
-    within = found[-1]
-    assert freely.end < within.end < before.end
-    assert within.peak == before.peak
-    assert isinstance(within.setting, EarlyStart)
-    assert within.setting.but
-    assert run_named(late, helpful_names(found), PUZZLE)[-1].checked.program == within.checked.program
+    original, unlimited = run_named(late, name, PUZZLE)
+    assert unlimited.peak > original.peak
+    results = run_named(late, name, Goal(PUZZLE_COSTS, memory=original.peak))
+    fitting = results[-1]
+    assert unlimited.end < fitting.end < original.end
+    assert fitting.peak == original.peak
+    assert isinstance(fitting.setting, EarlyStart)
+    assert fitting.setting.but
+    assert run_named(late, helpful_names(results), PUZZLE)[-1].checked.program == fitting.checked.program
 
 
 # What each pass makes of small programs that wait for what it moves, and where it says that it has nothing to do.
@@ -100,7 +100,7 @@ def test_where_memory_has_no_room_for_all_that_may_start_early_the_rest_does(str
 
 def ends(program: Checked, names: str) -> list[float]:
     """When the step ends: as it is written, and after each pass."""
-    return [round(each.end, 6) for each in run_named(program, names, PUZZLE)]
+    return [round(result.end, 6) for result in run_named(program, names, PUZZLE)]
 
 
 def test_fsdp_computes_the_norm_of_a_models_gradient_unless_it_is_to_update_early() -> None:
@@ -126,8 +126,8 @@ def test_a_sum_that_is_awaited_at_once_is_awaited_later_with_its_update() -> Non
 def test_a_deferred_bucket_counts_as_one_reduction() -> None:
     """With `defer=1` a bucket is awaited just before the next bucket starts, however many layers it has."""
     mesh = Mesh(dp_shard=4)
-    before = check(trace(entry_from_plan(Plan(mesh), "plan").program, mesh, 8, 4))
-    tape = run_named(before, "bucket=4,defer=1")[-1].checked.program.tapes[0]
+    program = check(trace(entry_from_plan(Plan(mesh), "plan").program, mesh, 8, 4))
+    tape = run_named(program, "bucket=4,defer=1")[-1].checked.program.tapes[0]
     starts = [at for at, op in enumerate(tape) if op.batch >= 0]
     waits = [
         at for at, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle in {tape[s].handle for s in starts}
@@ -145,8 +145,8 @@ def test_a_message_that_is_asked_for_late_travels_while_its_receiver_computes() 
 
 def test_small_collectives_share_a_latency() -> None:
     """Of four buckets of ZeRO-1's new weights, two take half the time."""
-    before, after = run_named(checked_plan("zero-1"), "bucket", PUZZLE)
-    assert (round(before.end, 6), round(after.end, 6), after.setting) == (11.8, 11.2, 2)
+    original, bucketed = run_named(checked_plan("zero-1"), "bucket", PUZZLE)
+    assert (round(original.end, 6), round(bucketed.end, 6), bucketed.setting) == (11.8, 11.2, 2)
 
 
 def checked_plan(name: str) -> Checked:
@@ -155,9 +155,9 @@ def checked_plan(name: str) -> Checked:
 
 def test_an_update_follows_its_gradient_so_that_less_is_kept() -> None:
     """But not before its weight is read for the last time."""
-    before, after = run_named(checked(updated_last, 1, 3, 1), "update-early", PUZZLE)
-    assert after.end == before.end
-    assert after.peak < before.peak
+    original, result = run_named(checked(updated_last, 1, 3, 1), "update-early", PUZZLE)
+    assert result.end == original.end
+    assert result.peak < original.peak
 
 
 NOTHING_TO_DO = [
@@ -170,15 +170,15 @@ NOTHING_TO_DO = [
 ]
 
 
-@pytest.mark.parametrize(("name", "strategy", "ranks", "why"), NOTHING_TO_DO)
-def test_a_pass_that_cannot_apply_says_why(name: str, strategy: Strategy, ranks: int, why: str) -> None:
+@pytest.mark.parametrize(("name", "strategy", "ranks", "reason"), NOTHING_TO_DO)
+def test_a_pass_that_cannot_apply_says_why(name: str, strategy: Strategy, ranks: int, reason: str) -> None:
     program = checked(strategy, ranks)
     (_, alone) = run_passes(program, [PASSES[name]])
     assert (alone.applies, alone.setting) == (False, None)
-    assert why in alone.why_not
-    with pytest.raises(UserError, match=f"the pass {name} has nothing to do: {why}.*; leave the pass out$"):
+    assert reason in alone.why_not
+    with pytest.raises(UserError, match=f"the pass {name} has nothing to do: {reason}.*; leave the pass out$"):
         run_named(program, name)
-    assert all(each.name != name or each.why_not == alone.why_not for each in run_named(program, "all"))
+    assert all(result.name != name or result.why_not == alone.why_not for result in run_named(program, "all"))
 
 
 def test_no_gradient_is_final_before_the_norm_of_all() -> None:
@@ -188,15 +188,17 @@ def test_no_gradient_is_final_before_the_norm_of_all() -> None:
 
 def test_every_name_has_a_pass_in_the_order_in_which_they_are_run() -> None:
     assert list(PASSES) == list(PASS_NAMES)
-    assert [each.name for each in find_passes("all")] == [name for name in PASS_NAMES if name not in ONLY_NAMED]
+    assert [listed_pass.name for listed_pass in find_passes("all")] == [
+        name for name in PASS_NAMES if name not in ONLY_NAMED
+    ]
     assert find_passes("none") == []
-    for name, each in PASSES.items():
-        assert each.name == name
-        assert bool(PASS_NAMES[name]) == (len(each.settings) != 1), "a number that means nothing"
+    for name, listed_pass in PASSES.items():
+        assert listed_pass.name == name
+        assert bool(PASS_NAMES[name]) == (len(listed_pass.settings) != 1), "a number that means nothing"
 
 
 def test_passes_are_read_in_any_order_and_run_in_one() -> None:
-    assert [(each.name, each.setting) for each in named_passes("defer=3, prefetch")] == [
+    assert [(setting.name, setting.setting) for setting in named_passes("defer=3, prefetch")] == [
         ("prefetch", None),
         ("defer", 3),
     ]
@@ -236,10 +238,10 @@ def test_a_name_or_a_number_that_there_is_not_is_one_sentence(text: str, sentenc
 def test_all_stands_beside_names_of_which_each_must_apply() -> None:
     """As where something is offloaded, and all passes are wanted as well."""
     program = checked(fsdp, 4)
-    found = {each.name: each for each in run_named(program, "prefetch=3,all")}
-    assert list(found)[1:] == [each.name for each in find_passes("all")]
-    assert found["prefetch"].setting == 3
-    assert not found["receive-early"].applies
+    results = {result.name: result for result in run_named(program, "prefetch=3,all")}
+    assert list(results)[1:] == [listed_pass.name for listed_pass in find_passes("all")]
+    assert results["prefetch"].setting == 3
+    assert not results["receive-early"].applies
     with pytest.raises(UserError, match="the pass receive-early has nothing to do"):
         run_named(program, "receive-early,all")
     assert helpful_names(run_named(program, "offload=optimizer:host,all")).startswith(
@@ -248,21 +250,21 @@ def test_all_stands_beside_names_of_which_each_must_apply() -> None:
 
 
 def test_what_is_settled_makes_the_same_program_again() -> None:
-    found = run_named(checked(fsdp, 4), "all")
-    assert helpful_names(found) == "prefetch=1,update-early"
-    again = run_named(checked(fsdp, 4), helpful_names(found))
-    assert again[-1].checked.program == found[-1].checked.program
+    results = run_named(checked(fsdp, 4), "all")
+    assert helpful_names(results) == "prefetch=1,update-early"
+    repeated = run_named(checked(fsdp, 4), helpful_names(results))
+    assert repeated[-1].checked.program == results[-1].checked.program
 
 
 def test_a_number_that_is_given_is_taken_even_where_it_gains_nothing() -> None:
     """The prices that have chosen it need not be those of who runs it."""
-    before, after = run_named(checked(fsdp, 4), "prefetch=3")
-    assert after.setting == 3
-    assert after.peak > before.peak
+    original, prefetched = run_named(checked(fsdp, 4), "prefetch=3")
+    assert prefetched.setting == 3
+    assert prefetched.peak > original.peak
 
 
 def test_collectives_of_no_bytes_share_a_bucket() -> None:
     program = f"{empty_programs.__file__}:layers_without_parameters"
     job = Job(program, 2, 4, MoE(layers=3, hidden_size=16, heads=2, seq_len=8), 2)
-    after = run_named(job.checked(), "bucket=2")[-1].checked
-    assert any(op.batch >= 0 for op in after.program.tapes[0])
+    bucketed = run_named(job.checked(), "bucket=2")[-1].checked
+    assert any(op.batch >= 0 for op in bucketed.program.tapes[0])

@@ -51,10 +51,10 @@ def test_any_plan_in_half_blocks_is_right_in_tiles_and_after_other_passes(seed: 
         return  # the judge's layers have fewer columns
     program = in_tiles(subject, tiles)
     tapes = [TiledTape(tape, program.specs[rank], program.program) for rank, tape in enumerate(program.program.tapes)]
-    tiled = is_right(replace(program.program, tapes=[each.tape for each in tapes]))
-    others = [each for each in PASSES.values() if each.name != "tile"]
-    found = run_passes(tiled, random.choices(others, k=2))
-    is_right(found[-1].checked.program)
+    tiled = is_right(replace(program.program, tapes=[tape.tape for tape in tapes]))
+    others = [listed_pass for listed_pass in PASSES.values() if listed_pass.name != "tile"]
+    results = run_passes(tiled, random.choices(others, k=2))
+    is_right(results[-1].checked.program)
 
 
 def largest(program: Checked, kind: Kind) -> int:
@@ -65,46 +65,46 @@ def largest(program: Checked, kind: Kind) -> int:
 
 @pytest.mark.parametrize("tiles", [2, 3, 4])
 def test_no_op_makes_more_than_a_tile_of_a_weight_or_a_gradient(tiles: int) -> None:
-    written = cut(SHARDED, tiles)
-    before, after = run_named(written, f"tile={tiles}")
-    is_right_everywhere(after.checked.program)
+    program = cut(SHARDED, tiles)
+    original, result = run_named(program, f"tile={tiles}")
+    is_right_everywhere(result.checked.program)
     for kind in (Kind.WEIGHT, Kind.GRAD_WEIGHT):
-        assert largest(after.checked, kind) == -(-largest(written, kind) // tiles)
-    assert after.peak < before.peak
+        assert largest(result.checked, kind) == -(-largest(program, kind) // tiles)
+    assert result.peak < original.peak
 
 
-def alive(program: Checked, wanted: Kind) -> int:
+def alive(program: Checked, kind: Kind) -> int:
     """The most gathered weights, or gradients of weights that were not reduced, that a rank has at a time."""
     (tape, *_), (specs, *_) = program.program.tapes, program.specs
 
     def counts(spec: Spec) -> bool:
-        return spec.kind is wanted and bool(program.program.sizes.signatures[spec.layer].cut) and spec.holds.of < 8
+        return spec.kind is kind and bool(program.program.sizes.signatures[spec.layer].cut) and spec.holds.of < 8
 
-    now = most = 0
+    now = largest = 0
     for op in tape:
         ends = [op.inputs[place] for place in op.kind.row.ends]
         now += sum(counts(specs[number]) for number in op.outputs) - sum(counts(specs[number]) for number in ends)
-        most = max(most, now)
-    return most
+        largest = max(largest, now)
+    return largest
 
 
 def test_one_tile_is_gathered_and_one_gradient_unreduced_at_a_time() -> None:
     """Of four tiles of each layer; a rank's own slice of one is an eighth."""
-    (_, after) = run_named(cut(SHARDED, 4), "tile=4")
-    assert (alive(after.checked, Kind.WEIGHT), alive(after.checked, Kind.GRAD_WEIGHT)) == (1, 1)
+    (_, result) = run_named(cut(SHARDED, 4), "tile=4")
+    assert (alive(result.checked, Kind.WEIGHT), alive(result.checked, Kind.GRAD_WEIGHT)) == (1, 1)
 
 
 def test_a_layer_in_tiles_is_as_much_work_and_communicates_as_much() -> None:
     """Each collective is of one tile, so there are so many times as many."""
-    written = cut(SHARDED, 4)
-    (_, after) = run_named(written, "tile=4")
+    original = cut(SHARDED, 4)
+    (_, result) = run_named(original, "tile=4")
 
-    def seen(program: Checked, kind: OpKind) -> int:
+    def count(program: Checked, kind: OpKind) -> int:
         layers = program.program.sizes.signatures
         return sum(op.kind is kind and bool(layers[op.layer].cut) for op in program.program.tapes[0])
 
     for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.REDUCE_SCATTER, OpKind.UPDATE):
-        assert seen(after.checked, kind) == 4 * seen(written, kind)
+        assert count(result.checked, kind) == 4 * count(original, kind)
 
 
 def test_gathers_ahead_are_found_again() -> None:
@@ -137,7 +137,7 @@ def test_so_many_tiles_that_ops_are_too_many_are_refused_at_once() -> None:
 def test_a_pass_that_is_not_asked_for_cuts_nothing() -> None:
     assert tiles_of("all") == tiles_of("none") == 1
     assert tiles_of("defer=3,tile=4") == 4
-    assert "tile" not in [each.name for each in run_named(cut(SHARDED, 2), "all")]
+    assert "tile" not in [result.name for result in run_named(cut(SHARDED, 2), "all")]
 
 
 def test_a_program_of_whole_blocks_cannot_be_cut() -> None:

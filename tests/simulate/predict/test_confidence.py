@@ -41,8 +41,8 @@ DENSE = Kind(("megatron-core-tuned",), frozenset(), "h100", False, frozenset({"t
 
 
 def kind_of(recipe: str = "megatron-core-tuned", device: str = "h100", **changes: object) -> Kind:
-    found = find_recipe(recipe)
-    return replace(DENSE, recipe=(found.name, *found.bases), device=device, **changes)
+    named_recipe = find_recipe(recipe)
+    return replace(DENSE, recipe=(named_recipe.name, *named_recipe.bases), device=device, **changes)
 
 
 kinds = st.builds(
@@ -67,8 +67,8 @@ def test_every_row_names_a_recipe_a_device_and_an_error() -> None:
 def test_no_publisher_has_more_rows_than_it_published() -> None:
     rows = cast(list[dict[str, str]], json.loads(RUNS.read_text(encoding="utf-8")))
     for publisher in {row["publication"] for row in rows}:
-        known = [row for row in measured_runs() if row.publisher == publisher]
-        assert sum(len(row.time) for row in known) <= sum(row["publication"] == publisher for row in rows)
+        publisher_rows = [row for row in measured_runs() if row.publisher == publisher]
+        assert sum(len(row.time) for row in publisher_rows) <= sum(row["publication"] == publisher for row in rows)
 
 
 def test_publishers_of_first_predictions_are_called_as_those_of_their_runs() -> None:
@@ -76,36 +76,36 @@ def test_publishers_of_first_predictions_are_called_as_those_of_their_runs() -> 
 
 
 def test_runs_of_the_same_kind_stand_alone() -> None:
-    found = confidence(kind_of(), "time")
-    assert found.devices == ("h100",)
-    assert set(found.recipes) <= {"megatron-core-tuned", "megatron-core"}
-    assert str(found).startswith(f"time ± {found.mean:.1%}, at most {found.worst:.0%}")
-    assert str(found).endswith(f"{found.runs} runs of {', '.join(found.recipes)} on h100, publisher left out")
-    assert not found.unmeasured
+    result = confidence(kind_of(), "time")
+    assert result.devices == ("h100",)
+    assert set(result.recipes) <= {"megatron-core-tuned", "megatron-core"}
+    assert str(result).startswith(f"time ± {result.mean:.1%}, at most {result.worst:.0%}")
+    assert str(result).endswith(f"{result.runs} runs of {', '.join(result.recipes)} on h100, publisher left out")
+    assert not result.unmeasured
 
 
 @given(kinds, st.sampled_from(["time", "memory"]))
 def test_a_kind_has_runs_of_its_own_model_and_as_many_as_stand_alone(kind: Kind, figure: Figure) -> None:
     near = nearest(measured_runs(), kind, figure)
-    count = sum(len(each.errors(figure)) for each in near)
-    same_model = [each for each in measured_runs() if each.errors(figure) and each.mixture == kind.mixture]
+    count = sum(len(row.errors(figure)) for row in near)
+    same_model = [row for row in measured_runs() if row.errors(figure) and row.mixture == kind.mixture]
     if same_model:
-        assert all(each.mixture == kind.mixture for each in near)
-    assert count >= min(FEW, sum(len(each.errors(figure)) for each in same_model))
-    farthest = max(each.distance(kind) for each in near)
-    nearer = [each for each in measured_runs() if each.errors(figure) and each.distance(kind) < farthest]
-    assert all(each in near for each in nearer)
+        assert all(row.mixture == kind.mixture for row in near)
+    assert count >= min(FEW, sum(len(row.errors(figure)) for row in same_model))
+    farthest = max(row.distance(kind) for row in near)
+    nearer = [row for row in measured_runs() if row.errors(figure) and row.distance(kind) < farthest]
+    assert all(row in near for row in nearer)
 
 
 @given(kinds, st.sampled_from(["time", "memory"]))
 def test_the_expected_error_is_between_the_mean_and_the_worst_unless_first_predictions_were_worse(
     kind: Kind, figure: Figure
 ) -> None:
-    found = confidence(kind, figure)
-    assert abs(found.bias) <= found.mean + 1e-12
-    assert found.mean <= found.worst
-    assert found.error == max(found.mean, found.at_least)
-    assert str(found).startswith(f"{figure} ± {found.error:.1%}")
+    result = confidence(kind, figure)
+    assert abs(result.bias) <= result.mean + 1e-12
+    assert result.mean <= result.worst
+    assert result.error == max(result.mean, result.at_least)
+    assert str(result).startswith(f"{figure} ± {result.error:.1%}")
 
 
 def test_a_mixture_is_never_as_sure_as_a_dense_model() -> None:
@@ -134,17 +134,17 @@ def test_what_nobody_measured_is_named(kind: Kind, words: str) -> None:
 
 
 def test_without_a_run_of_the_recipe_on_the_device_first_predictions_count() -> None:
-    found = confidence(kind_of(device="mi355x"), "time")
-    assert found.error == found.at_least > found.mean
-    assert str(found).startswith(f"time ± {found.error:.1%} as for new publishers: no run on mi355x is known; ")
+    result = confidence(kind_of(device="mi355x"), "time")
+    assert result.error == result.at_least > result.mean
+    assert str(result).startswith(f"time ± {result.error:.1%} as for new publishers: no run on mi355x is known; ")
     assert confidence(kind_of(), "time").at_least == 0
 
 
 def test_what_a_single_publisher_measured_is_as_sure_as_a_first_prediction() -> None:
-    found = confidence(kind_of("zero-bubble", "a100-80gb", axes=frozenset({"pp"}), seq_len=1024), "time")
-    assert len(found.publishers) == 1
-    assert found.error == found.at_least
-    assert f"only {found.publishers[0]} measured it" in str(found)
+    result = confidence(kind_of("zero-bubble", "a100-80gb", axes=frozenset({"pp"}), seq_len=1024), "time")
+    assert len(result.publishers) == 1
+    assert result.error == result.at_least
+    assert f"only {result.publishers[0]} measured it" in str(result)
 
 
 @pytest.mark.parametrize("figure", ["time", "memory"])
@@ -162,17 +162,17 @@ def test_a_recipe_of_a_user_is_like_its_base(tmp_path: Path) -> None:
     file.write_text('base = "megatron-core-tuned"\nsource = "our branch"\n')
     ours = find_recipe(str(file))
     kind = replace(DENSE, recipe=(ours.name, *ours.bases))
-    found = confidence(kind, "time")
-    assert "megatron-core-tuned" in found.recipes
-    assert "no run of ours is known" in str(found)
+    result = confidence(kind, "time")
+    assert "megatron-core-tuned" in result.recipes
+    assert "no run of ours is known" in str(result)
 
 
 def test_the_kind_of_a_step_has_the_axes_with_several_ranks() -> None:
     class Step:
         mesh, model, cluster, recipe = Mesh(tp=2, dp_shard=8), find_model("mixtral-8x7b"), find_cluster("h100x16"), OWN
 
-    found = Kind.of(Step())
-    assert (found.axes, found.mixture, found.device) == (frozenset({"tp"}), True, "h100")
+    kind = Kind.of(Step())
+    assert (kind.axes, kind.mixture, kind.device) == (frozenset({"tp"}), True, "h100")
 
 
 def test_a_margin_is_the_error_of_memory_up_to_a_limit() -> None:
@@ -180,17 +180,17 @@ def test_a_margin_is_the_error_of_memory_up_to_a_limit() -> None:
     for name, recipe in recipes().items():
         margin = memory_margin(recipe, cluster, model) / cluster.device.memory
         error = confidence(Kind.of_problem(recipe, cluster, model), "memory").error
-        least = recipe.memory.margin_bytes / cluster.device.memory
-        assert margin == pytest.approx(max(least, min(module.MOST_MARGIN, error))), name
+        recipe_margin = recipe.memory.margin_bytes / cluster.device.memory
+        assert margin == pytest.approx(max(recipe_margin, min(module.MOST_MARGIN, error))), name
 
 
 def test_a_step_may_not_fit_if_less_is_free_than_the_error_of_its_memory() -> None:
     memory = 70.0 * 2**30, 80.0 * 2**30
-    sure = Confidence("memory", 9, 0.10, 0.3, -0.1, "9 runs")
-    assert may_not_fit([sure], *memory) == ""
-    unsure = replace(sure, mean=0.2)
+    small_error = Confidence("memory", 9, 0.10, 0.3, -0.1, "9 runs")
+    assert may_not_fit([small_error], *memory) == ""
+    large_error = replace(small_error, mean=0.2)
     words = "may not fit: 10.0 GiB are free, and the expected error of memory is 14.0 GiB"
-    assert may_not_fit([unsure], *memory) == words
+    assert may_not_fit([large_error], *memory) == words
     assert may_not_fit([ON_PROFILES], *memory) == ""
 
 

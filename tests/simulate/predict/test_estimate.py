@@ -33,9 +33,9 @@ def of_program(name: str, ranks: int, layers: int, microbatches: int, prices: Fa
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_moment_of_a_rank_is_compute_exposed_communication_or_idle(name: str) -> None:
     entry = STRATEGIES[name]
-    found = of_program(name, entry.ranks, entry.default_layers(entry.ranks), 4)
-    assert found.compute_share + found.exposed_share + found.idle_share == pytest.approx(1)
-    assert min(found.compute_share, *found.exposed.values(), found.idle_share) >= 0
+    result = of_program(name, entry.ranks, entry.default_layers(entry.ranks), 4)
+    assert result.compute_share + result.exposed_share + result.idle_share == pytest.approx(1)
+    assert min(result.compute_share, *result.exposed.values(), result.idle_share) >= 0
 
 
 async def awaits_at_once(rank: Rank) -> None:
@@ -49,12 +49,12 @@ async def awaits_at_once(rank: Rank) -> None:
 
 
 def test_communication_that_compute_waits_for_is_exposed_by_kind_and_axis() -> None:
-    found = estimate(check(trace(awaits_at_once, 2, 1, 2)), FakePrices())
+    result = estimate(check(trace(awaits_at_once, 2, 1, 2)), FakePrices())
     reduction = 0.25 + 4 * SQUARE / 2**20 + 2 / 8
-    assert found.step == 4 + reduction  # forward, loss, backward, update
-    assert found.exposed == {("all_reduce", "dp_shard"): reduction / found.step}
-    assert found.compute_share == 4 / found.step
-    assert found.idle_share == pytest.approx(0)
+    assert result.step == 4 + reduction  # forward, loss, backward, update
+    assert result.exposed == {("all_reduce", "dp_shard"): reduction / result.step}
+    assert result.compute_share == 4 / result.step
+    assert result.idle_share == pytest.approx(0)
 
 
 async def one_is_idle(rank: Rank) -> None:
@@ -69,39 +69,39 @@ async def one_is_idle(rank: Rank) -> None:
 
 
 def test_a_rank_that_does_nothing_holds_nothing() -> None:
-    found = estimate(check(trace(one_is_idle, 2, 1, 2)), FakePrices())
-    assert found.peaks[1].bytes == 0
-    assert found.peaks[1].cause == "a rank without ops"
-    assert found.idle_share == pytest.approx(0.5)
+    result = estimate(check(trace(one_is_idle, 2, 1, 2)), FakePrices())
+    assert result.peaks[1].bytes == 0
+    assert result.peaks[1].cause == "a rank without ops"
+    assert result.idle_share == pytest.approx(0.5)
 
 
 def test_waiting_for_others_is_idle_time_and_not_exposed() -> None:
-    found = of_program("gpipe", 4, 4, 8, FakePrices(start=-0.5))  # an activation is half a MiB: messages take no time
-    assert found.exposed_share == pytest.approx(0, abs=1e-6)
-    assert found.idle_share == pytest.approx(1 - found.compute_share, abs=1e-6)
-    assert found.idle_share > 0.2
+    result = of_program("gpipe", 4, 4, 8, FakePrices(start=-0.5))  # an activation is half a MiB: messages take no time
+    assert result.exposed_share == pytest.approx(0, abs=1e-6)
+    assert result.idle_share == pytest.approx(1 - result.compute_share, abs=1e-6)
+    assert result.idle_share > 0.2
 
 
 def test_messages_are_named_by_the_axis_along_which_they_go() -> None:
-    found = estimate(fold(Plan(Mesh(pp=2, dp_shard=4)), Sizes.puzzle(4), 16), FakePrices())
-    assert ("message", "pp") in found.exposed
+    result = estimate(fold(Plan(Mesh(pp=2, dp_shard=4)), Sizes.puzzle(4), 16), FakePrices())
+    assert ("message", "pp") in result.exposed
 
 
 def test_a_peak_names_its_rank_op_layer_and_microbatch() -> None:
-    found = of_program("gpipe", 4, 4, 4)
-    assert found.peak.bytes == max(peak.bytes for peak in found.peaks)
-    assert found.peak.rank == found.peaks.index(found.peak)
-    assert found.peak.op is OpKind.BACKWARD
-    assert found.peak.cause == f"backward of layer {found.peak.layer}, microbatch 0"
-    assert sum(found.peak.by_category.values()) == found.peak.bytes
+    result = of_program("gpipe", 4, 4, 4)
+    assert result.peak.bytes == max(peak.bytes for peak in result.peaks)
+    assert result.peak.rank == result.peaks.index(result.peak)
+    assert result.peak.op is OpKind.BACKWARD
+    assert result.peak.cause == f"backward of layer {result.peak.layer}, microbatch 0"
+    assert sum(result.peak.by_category.values()) == result.peak.bytes
 
 
 def test_counters_reach_the_peak_and_rise_in_time() -> None:
-    found = of_program("fsdp", 4, 4, 4)
-    for counter, memory in zip(memory_counters(found.traced, found.times), found.memory, strict=True):
+    result = of_program("fsdp", 4, 4, 4)
+    for counter, memory in zip(memory_counters(result.traced, result.times), result.memory, strict=True):
         times = [time for time, _ in counter]
         assert times == sorted(set(times))
-        assert max(times) <= found.step
+        assert max(times) <= result.step
         assert max(sum(live.values()) for _, live in counter) <= memory.peak
         assert max(sum(live.values()) for _, live in counter) >= max(memory.before_ops[-10:])
 
@@ -119,11 +119,13 @@ def test_where_communication_takes_the_cores_time_nothing_is_hidden() -> None:
 
 
 def test_a_sum_that_the_backward_pass_has_made_costs_nothing() -> None:
-    apart, inside = (of_program("1f1b", 2, 2, 4, FakePrices(adds_in_backward=adds)).times for adds in (False, True))
+    separate, in_backward = (
+        of_program("1f1b", 2, 2, 4, FakePrices(adds_in_backward=adds)).times for adds in (False, True)
+    )
     program = of_program("1f1b", 2, 2, 4).traced.program
     sums = [at for at, op in enumerate(program.tapes[0]) if op.kind is OpKind.ADD and op.layer >= 0]
-    assert {apart.ends[0][at] - apart.starts[0][at] for at in sums} == {1}
-    assert {inside.ends[0][at] - inside.starts[0][at] for at in sums} == {0}
+    assert {separate.ends[0][at] - separate.starts[0][at] for at in sums} == {1}
+    assert {in_backward.ends[0][at] - in_backward.starts[0][at] for at in sums} == {0}
 
 
 def test_a_step_takes_what_its_recipe_says_beside_its_ops() -> None:
@@ -235,11 +237,11 @@ def test_model_states_take_what_the_zero_paper_says(plan: Plan, published: float
     folded = fold(plan, sizes, 2 * 64)
     (memory,) = memory_in_bytes(folded, counters=True)
     first_update = next(at for at, op in enumerate(folded.program.tapes[0]) if op.kind is OpKind.UPDATE)
-    most = [max(live) for live in zip(*memory.counters[:first_update], strict=True)]
-    states = categories(tuple(most))
-    held = states["parameters"] + states["gradients"] + states["optimizer"]
+    largest = [max(live) for live in zip(*memory.counters[:first_update], strict=True)]
+    states = categories(tuple(largest))
+    state_bytes = states["parameters"] + states["gradients"] + states["optimizer"]
     one_layer = 2 * PARAMETERS / LAYERS  # whole gradients: one is reduced while the next is made
-    assert held / GB == pytest.approx(published, abs=0.05 + 2 * one_layer / GB)
+    assert state_bytes / GB == pytest.approx(published, abs=0.05 + 2 * one_layer / GB)
 
 
 def test_precisions_say_how_many_bytes_each_kind_has() -> None:
@@ -276,20 +278,20 @@ def step(recipe: str) -> Forecast:
     return forecast(Workload(plan, model, cluster, 2048, 1, precision, recipe=find_recipe(recipe)))
 
 
-def activations(made: Forecast) -> int:
-    return max(made.peaks, key=lambda peak: peak.bytes).by_category["activations"]
+def activations(result: Forecast) -> int:
+    return max(result.peaks, key=lambda peak: peak.bytes).by_category["activations"]
 
 
 def test_the_published_plan_fits_where_gathered_sequences_are_gathered_again() -> None:
     """All 16 microbatches of 8 blocks are kept at once: 64 GiB at 508 MiB a block."""
-    made = step("megatron-core")
-    assert made.memory.fits
-    assert activations(made) == pytest.approx(PP * 8 * 2 * TOKENS * SLICED / TP, rel=0.02)
+    result = step("megatron-core")
+    assert result.memory.fits
+    assert activations(result) == pytest.approx(PP * 8 * 2 * TOKENS * SLICED / TP, rel=0.02)
 
 
 def test_it_does_not_fit_where_they_are_kept() -> None:
     """Each rank has a block's two gathered inputs whole: 448 MiB more. What SwiGLU makes is made again."""
-    made = step("shardlab")
-    assert not made.memory.fits
+    result = step("shardlab")
+    assert not result.memory.fits
     whole = SLICED - FFN + 2 * (TP - 1) * HIDDEN
-    assert activations(made) == pytest.approx(PP * 8 * 2 * TOKENS * whole / TP, rel=0.03)
+    assert activations(result) == pytest.approx(PP * 8 * 2 * TOKENS * whole / TP, rel=0.03)

@@ -34,10 +34,10 @@ def puzzle_of(plan: Plan, blocks: int) -> Sizes:
     return entry_from_plan(plan, "plan").puzzle(plan.mesh.world, blocks)
 
 
-def both(plan: Plan, blocks: int, each: int, *, tied: bool = False) -> tuple[Folded, Checked]:
+def trace_both(plan: Plan, blocks: int, microbatches_per_rank: int, *, tied: bool = False) -> tuple[Folded, Checked]:
     """A plan traced folded and whole, on the puzzles' model with saved activations."""
     sizes = Sizes.half_blocks(blocks, tied=True) if tied else puzzle_of(plan, blocks)
-    microbatches = plan.data_ranks * each
+    microbatches = plan.data_ranks * microbatches_per_rank
     return fold(plan, sizes, microbatches), check(trace(program_from_plan(plan), plan.mesh, sizes, microbatches))
 
 
@@ -68,7 +68,7 @@ def test_a_preset_folded_is_what_it_is_unfolded(name: str, ranks: int) -> None:
     preset = PRESETS[name].plan
     assert preset is not None
     plan = preset(ranks)
-    compare(*both(plan, max(4, plan.natural_layers()), 2))
+    compare(*trace_both(plan, max(4, plan.natural_layers()), 2))
 
 
 @pytest.mark.parametrize("name", ["zero-3", "hsdp", "partially-sharded", "pipeline-fsdp", "4d"])
@@ -76,7 +76,7 @@ def test_a_preset_of_64_ranks_folded_is_what_it_is_unfolded(name: str) -> None:
     preset = PRESETS[name].plan
     assert preset is not None
     plan = preset(64)
-    compare(*both(plan, max(2, plan.natural_layers()), 1))
+    compare(*trace_both(plan, max(2, plan.natural_layers()), 1))
 
 
 @st.composite
@@ -86,9 +86,9 @@ def plans(draw: st.DrawFn) -> Plan:
     cut = draw(st.sampled_from([("tp",), ("cp",), ("tp", "cp"), ("ep",), ()]))
     axes = {"pp": draw(st.sampled_from([1, 2])), "dp_replicate": draw(size), "dp_shard": draw(size)}
     axes |= {axis: draw(st.sampled_from([2, 4] if len(cut) == 1 else [2, 3])) for axis in cut}
-    again: list[Recompute | tuple[int, ...]] = ["none", "full", (0,)]
+    recompute_choices: list[Recompute | tuple[int, ...]] = ["none", "full", (0,)]
     if "ep" not in cut:
-        again.append("selective")
+        recompute_choices.append("selective")
     optimizer = draw(st.sampled_from([(), SHARD, BOTH, ("dp_replicate",)]))
     count = draw(st.integers(0, len(optimizer)))
     gradients = optimizer[: draw(st.integers(0, count))]
@@ -100,7 +100,7 @@ def plans(draw: st.DrawFn) -> Plan:
         shard_parameters=optimizer[: draw(st.integers(0, len(optimizer)))],
         reshard_after=draw(st.sampled_from(["layer", "stage", "step"])),
         sequence_parallel="tp" in cut and draw(st.booleans()),
-        recompute=draw(st.sampled_from(again)),
+        recompute=draw(st.sampled_from(recompute_choices)),
         context=draw(st.sampled_from(["ring", "all_gather"])),
         stripes=draw(st.sampled_from([None, 2, 3])) if "cp" in cut else None,
     )
@@ -108,8 +108,8 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(plans(), st.integers(1, 3))
-def test_any_plan_folded_is_what_it_is_unfolded(plan: Plan, each: int) -> None:
-    compare(*both(plan, 2, each))
+def test_any_plan_folded_is_what_it_is_unfolded(plan: Plan, microbatches: int) -> None:
+    compare(*trace_both(plan, 2, microbatches))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_mixture_folded_is_what_it_is_unfolded(plan: Plan) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_tied_model_folds(sequence_parallel: bool) -> None:
     mesh = Mesh(pp=2, dp_shard=2, tp=2)
-    compare(*both(Plan(mesh, sequence_parallel=sequence_parallel, shard_optimizer=SHARD), 2, 2, tied=True))
+    compare(*trace_both(Plan(mesh, sequence_parallel=sequence_parallel, shard_optimizer=SHARD), 2, 2, tied=True))
 
 
 @pytest.mark.parametrize(
@@ -156,13 +156,13 @@ def test_a_tied_model_folds(sequence_parallel: bool) -> None:
 )
 def test_what_a_rank_has_rotated_is_what_its_neighbour_has(plan: Plan) -> None:
     """Of everything but partial attention, whose masked blocks nobody notes."""
-    _, whole = both(plan, 2, 2)
+    _, whole = trace_both(plan, 2, 2)
     rotation = Rotation(plan, whole.program.sizes, whole.program.microbatches)
     for axis, size in plan.mesh.sizes().items():
         for by in range(size):
-            there = plan.mesh.group(0, axis).ranks[by]
+            neighbour = plan.mesh.group(0, axis).ranks[by]
             for number, spec in whole.specs[0].items():
-                theirs = whole.specs[there][number]
+                theirs = whole.specs[neighbour][number]
                 rotated = rotation.rotated(spec, axis, by)
                 term = spec.form.term
                 if term is not None and term.indices == KEY and spec.kind.value in ("activations", "grad_queries"):
@@ -184,9 +184,9 @@ def test_what_a_group_makes_takes_memory_for_its_members_not_for_their_square() 
         fold(plan, Sizes.puzzle(16), ranks)  # what is made once and kept
         tracemalloc.start()
         fold(plan, Sizes.puzzle(16), ranks)
-        _, most = tracemalloc.get_traced_memory()
+        _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        return most
+        return peak_bytes
 
     assert peak(4096) < 6 * peak(1024)
 

@@ -69,16 +69,18 @@ ENDS = [(1.0, 1.0), (1.0, 1.5), (0.7, 0.7)]
 def test_a_few_microbatches_tell_the_time_of_many(
     blocks: float, ends: tuple[float, float], schedule: str, chunks: int
 ) -> None:
-    plan, each = Plan(Mesh(pp=4), schedule, stages_per_rank=chunks), 44
+    plan, count = Plan(Mesh(pp=4), schedule, stages_per_rank=chunks), 44
     layers = 4 * chunks
     prices = StagePrices(last=layers - 1, ends=ends, blocking_p2p=blocks)
 
     def step(microbatches: int) -> float:
         return estimate(fold(plan, Sizes.puzzle(layers), microbatches), prices).step
 
-    few, more = microbatches_to_replay(plan, each)
-    assert 2 * few + more < each
-    assert extrapolate(step(few), step(few + more), (each - few) / more) == pytest.approx(step(each), rel=1e-3)
+    shorter, extra = microbatches_to_replay(plan, count)
+    assert 2 * shorter + extra < count
+    assert extrapolate(step(shorter), step(shorter + extra), (count - shorter) / extra) == pytest.approx(
+        step(count), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -100,12 +102,12 @@ def test_the_switches_that_matter_are_named_with_their_effect() -> None:
     recipe = find_recipe("torchtitan")
     step = Workload(plan, model, find_cluster("h100x8"), 16, 1, find_precision("bf16"), recipe=recipe)
     seconds = forecast(step).seconds
-    effects = {(each.name, each.value): each for each in switch_effects(step, seconds)}
+    effects = {(effect.name, effect.value): effect for effect in switch_effects(step, seconds)}
     slower = forecast(replace(step, recipe=find_recipe("torchtitan", {"attention": "flash2"}))).seconds
     assert effects["attention", "flash2"].time == pytest.approx(slower / seconds - 1)
     assert effects["attention", "flash2"].now == "cudnn"
     assert ("async_tp", "on") not in effects, "there is no tensor parallelism"
-    assert all(abs(each.time) >= LEAST_EFFECT for each in effects.values())
+    assert all(abs(effect.time) >= LEAST_EFFECT for effect in effects.values())
 
 
 def test_a_recipe_without_switches_has_no_effects() -> None:

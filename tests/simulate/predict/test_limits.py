@@ -24,16 +24,16 @@ BOTH = ("dp_shard", "cp")
 def limit_of(plan: Plan, recipe: str | Recipe = "nanotron", microbatches: int = 8, **changes: Any) -> str:
     """The limit that a plan breaks, of a model of 8 blocks on 8 devices."""
     model = GPT(layers=8, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
-    found = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    given: dict[str, Any] = {"precision": find_precision("bf16")} | changes
-    return broken_limit(Workload(plan, model, find_cluster("h100x8"), microbatches, 1, recipe=found, **given))
+    framework = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    options: dict[str, Any] = {"precision": find_precision("bf16")} | changes
+    return broken_limit(Workload(plan, model, find_cluster("h100x8"), microbatches, 1, recipe=framework, **options))
 
 
 def sharded(mesh: Mesh, stage: int, axes: tuple[str, ...] = SHARD, **fields: Any) -> Plan:
     """A plan with a stage of ZeRO."""
     names = ("shard_optimizer", "shard_gradients", "shard_parameters")[:stage]
-    given: dict[str, Any] = {**dict.fromkeys(names, axes), **fields}
-    return Plan(mesh, **given)
+    options: dict[str, Any] = {**dict.fromkeys(names, axes), **fields}
+    return Plan(mesh, **options)
 
 
 def test_zero_stages_that_a_framework_lacks_are_reported() -> None:
@@ -197,8 +197,8 @@ def test_precisions_and_offloads_that_a_framework_lacks_are_reported() -> None:
 def test_every_capability_of_a_recipe_has_a_source(name: str) -> None:
     recipe = recipes()[name]
     empty = CanRun()
-    given = [field for field, value in vars(recipe.can_run).items() if value != getattr(empty, field)]
-    assert all(recipe.figures[f"can_run.{field}"].source for field in given)
+    set_fields = [field for field, value in vars(recipe.can_run).items() if value != getattr(empty, field)]
+    assert all(recipe.figures[f"can_run.{field}"].source for field in set_fields)
     assert recipe.defaults.zero_stage in recipe.can_run.stages_of_zero(1)
 
 

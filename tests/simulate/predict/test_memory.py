@@ -71,8 +71,8 @@ def test_what_only_fits_without_the_allocators_reserve_is_refused() -> None:
     step = of("ddp", OWN)
     peaks = step.estimate().peaks
     tensors = max(peak.bytes for peak in peaks)
-    room = tensors + 2.0**30
-    tight = replace(step, cluster=replace(step.cluster, device=replace(step.cluster.device, memory=room)))
+    capacity = tensors + 2.0**30
+    tight = replace(step, cluster=replace(step.cluster, device=replace(step.cluster.device, memory=capacity)))
     assert not device_memory(tight, peaks).fits
     with pytest.raises(UserError, match=r"would need 1\.\d+ GiB \(1\.0 GiB of it not tensors\) but has 1\.\d+ GiB"):
         require_memory(tight, tight.estimate().peaks)
@@ -81,7 +81,7 @@ def test_what_only_fits_without_the_allocators_reserve_is_refused() -> None:
 
 def test_where_room_lacks_the_allocator_gives_up_what_it_need_not_keep() -> None:
     all, half = (
-        device_memory(of("ddp", Recipe(memory=MemoryUse(reserved=1.5, kept_when_full=kept)))) for kept in (1.0, 0.5)
+        device_memory(of("ddp", Recipe(memory=MemoryUse(reserved=1.5, kept_when_full=share)))) for share in (1.0, 0.5)
     )
     assert half.total == all.total == all.needed == 1.5 * all.allocated
     assert half.needed == 1.25 * all.allocated
@@ -146,8 +146,8 @@ def test_the_room_of_tensors_is_what_fills_the_device(name: str, recipe: str) ->
 def state_of_a_replay(plan: Plan, parameters: int, recipe: Recipe, precision: str) -> ModelState:
     """The state that the ledger counts before the update, with the gradients that are kept between microbatches."""
     layers = 16
-    each = parameters // layers
-    sizes = Sizes((each,) * layers, (2 * each,) * layers, (0,) * (layers + 1), (0,) * layers)
+    layer_parameters = parameters // layers
+    sizes = Sizes((layer_parameters,) * layers, (2 * layer_parameters,) * layers, (0,) * (layers + 1), (0,) * layers)
     numbers = recipe.memory.state_precision(PRECISIONS[precision], plan)
     folded = fold(plan, numbers.sizes(sizes), 2 * plan.data_ranks)
     (memory,) = memory_in_bytes(folded, counters=True)
@@ -155,8 +155,8 @@ def state_of_a_replay(plan: Plan, parameters: int, recipe: Recipe, precision: st
     updated, second = kinds.index(OpKind.UPDATE) - 1, kinds.index(OpKind.LOAD_BATCH, kinds.index(OpKind.LOSS))
     sharded = bool(plan.shard_gradients)
     bytes = {category: memory.counters[updated][number] for number, category in enumerate(CATEGORIES)}
-    kept = memory.counters[updated if sharded else second][CATEGORIES.index(Category.GRADIENTS)]
-    return ModelState(bytes[Category.PARAMETERS], kept, bytes[Category.OPTIMIZER])
+    gradients = memory.counters[updated if sharded else second][CATEGORIES.index(Category.GRADIENTS)]
+    return ModelState(bytes[Category.PARAMETERS], gradients, bytes[Category.OPTIMIZER])
 
 
 @pytest.mark.parametrize("recipe", ["shardlab", "fsdp2"])
@@ -166,9 +166,9 @@ def state_of_a_replay(plan: Plan, parameters: int, recipe: Recipe, precision: st
 def test_the_formula_of_a_ranks_state_is_what_the_ledger_counts(
     ranks: int, stage: int, precision: str, recipe: str
 ) -> None:
-    plan, how = zero_plan(ranks, stage), find_recipe(recipe)
-    counted = state_of_a_replay(plan, 2**20, how, precision)
-    assert counted == model_state(plan, 2**20, PRECISIONS[precision], how)
+    plan, framework = zero_plan(ranks, stage), find_recipe(recipe)
+    counted = state_of_a_replay(plan, 2**20, framework, precision)
+    assert counted == model_state(plan, 2**20, PRECISIONS[precision], framework)
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -178,9 +178,9 @@ def test_the_memory_of_zero_is_the_papers(stage: int, gigabytes: float) -> None:
     assert sum(state) / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
-@pytest.mark.parametrize(("stage", "each"), [(0, 18), (1, 18), (2, 18), (3, 16)])
-def test_fsdp_keeps_no_half_precision_copy_of_sharded_parameters(stage: int, each: int) -> None:
+@pytest.mark.parametrize(("stage", "expected"), [(0, 18), (1, 18), (2, 18), (3, 16)])
+def test_fsdp_keeps_no_half_precision_copy_of_sharded_parameters(stage: int, expected: int) -> None:
     """Float32 parameters, gradients and two moments: 16 bytes. Parameters that stay whole are half precision beside."""
     precision, recipe = find_precision("bf16-fp32-grads"), find_recipe("torchtitan")
-    kept = recipe.memory.state_precision(precision, zero_plan(8, stage))
-    assert kept.bytes(Kind.WEIGHT) + kept.bytes(Kind.GRAD_WEIGHT) + kept.optimizer == each
+    numbers = recipe.memory.state_precision(precision, zero_plan(8, stage))
+    assert numbers.bytes(Kind.WEIGHT) + numbers.bytes(Kind.GRAD_WEIGHT) + numbers.optimizer == expected

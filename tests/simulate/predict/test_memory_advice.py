@@ -58,17 +58,17 @@ def test_the_sentence_says_by_how_much_and_what_dominates() -> None:
 def test_amounts_that_are_nearly_equal_are_distinguished() -> None:
     peak = workload(Plan(Mesh(dp_shard=8)), 2**28).estimate().peak
     sentence = refusal(Plan(Mesh(dp_shard=8)), peak.bytes - 2**12)
-    found = re.search(r"would need ([\d.]+ \w+) but has ([\d.]+ \w+)", sentence)
-    assert found
-    assert found[1] != found[2]
+    amounts = re.search(r"would need ([\d.]+ \w+) but has ([\d.]+ \w+)", sentence)
+    assert amounts
+    assert amounts[1] != amounts[2]
 
 
 def test_a_change_that_is_advised_does_fit() -> None:
     plan = Plan(Mesh(dp_shard=8))
-    room = 300 * 2**20
-    sentence = refusal(plan, room)
+    capacity = 300 * 2**20
+    sentence = refusal(plan, capacity)
     assert "--shard-optimizer dp_shard would fit" in sentence
-    changed = workload(replace(plan, shard_optimizer=SHARD), room)
+    changed = workload(replace(plan, shard_optimizer=SHARD), capacity)
     require_memory(changed, changed.estimate().peaks)
 
 
@@ -76,8 +76,8 @@ def test_many_activations_are_recomputed_or_taken_in_smaller_microbatches() -> N
     plan = Plan(Mesh(dp_shard=8), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
     assert "--recompute full would fit" in refusal(plan, 2**29, micro_batch_size=8)
     recomputing = replace(plan, recompute="full")
-    room = 0.7 * workload(recomputing, 2**40, micro_batch_size=8).peak_bytes()
-    assert "--micro-batch-size 1 --microbatches 64 would fit" in refusal(recomputing, room, micro_batch_size=8)
+    capacity = 0.7 * workload(recomputing, 2**40, micro_batch_size=8).peak_bytes()
+    assert "--micro-batch-size 1 --microbatches 64 would fit" in refusal(recomputing, capacity, micro_batch_size=8)
 
 
 def test_when_nothing_helps_the_least_is_named() -> None:
@@ -117,15 +117,17 @@ def test_idle_devices_are_used() -> None:
         "--dp-shard 4 --tp 2 --microbatches 8 --shard-optimizer dp_shard, which uses the 6 devices that are idle,"
         in flags
     )
-    assert not any("idle" in each for each in flags_of(workload(Plan(Mesh(tp=8)), 2**30)))
+    assert not any("idle" in flag for flag in flags_of(workload(Plan(Mesh(tp=8)), 2**30)))
 
 
 @given(st.integers(1, 10**7), st.integers(1, 64))
 def test_a_batch_is_never_cut_into_absurdly_many_microbatches(micro_batch_size: int, microbatches: int) -> None:
     step = replace(workload(Mesh(dp_shard=8), 2**30, micro_batch_size), microbatches=8 * microbatches)
     assert max(change.workload.microbatches for change in changes(step)) <= 8 * MOST_MICROBATCHES
-    kept = [change.workload for change in changes(step) if "smaller batch" not in change.flags]
-    assert {each.microbatches * each.micro_batch_size for each in kept} == {8 * microbatches * micro_batch_size}
+    same_batch = [change.workload for change in changes(step) if "smaller batch" not in change.flags]
+    assert {changed.microbatches * changed.micro_batch_size for changed in same_batch} == {
+        8 * microbatches * micro_batch_size
+    }
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -136,12 +138,12 @@ def test_a_batch_is_never_cut_into_absurdly_many_microbatches(micro_batch_size: 
     st.integers(0, 40),
 )
 def test_a_change_is_accepted_by_the_peak_that_it_really_has(
-    mesh: Mesh, schedule: str, micro_batch_size: int, which: int
+    mesh: Mesh, schedule: str, micro_batch_size: int, number: int
 ) -> None:
     """To half a percent, though fewer microbatches are traced for it."""
     step = replace(workload(Plan(mesh, schedule), 2**30, micro_batch_size), microbatches=8 * Plan(mesh).data_ranks)
-    found = list(changes(step))
-    change = found[which % len(found)]
+    all_changes = list(changes(step))
+    change = all_changes[number % len(all_changes)]
     try:
         short = change.short.peak_bytes()
     except UserError:

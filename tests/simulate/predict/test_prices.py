@@ -75,9 +75,9 @@ def test_blocks_of_half_blocks_take_their_forward_pass_again(mesh: Mesh) -> None
     """All layers but the embedding's body and the head's norm and body; attention's core takes what it did as well."""
     forward = {OpKind.FORWARD, OpKind.RECOMPUTE}
     once = traced(Plan(mesh), 2, 1)
-    kept = {0, once.program.layers - 2, once.program.layers - 1}
-    again = sum(price(once, op) for op in ops(once, OpKind.FORWARD) if op.layer not in kept)
-    assert work(Plan(mesh, recompute="full"), forward) == work(Plan(mesh), forward) + again
+    ends = {0, once.program.layers - 2, once.program.layers - 1}
+    recomputed = sum(price(once, op) for op in ops(once, OpKind.FORWARD) if op.layer not in ends)
+    assert work(Plan(mesh, recompute="full"), forward) == work(Plan(mesh), forward) + recomputed
     attends = {OpKind.ATTEND}
     assert work(Plan(mesh, recompute="full"), attends) == 2 * work(Plan(mesh), attends)
 
@@ -108,10 +108,10 @@ def test_the_loss_of_slices_is_found_out_first_and_then_taken_back() -> None:
 
 def test_attention_of_blocks_knows_how_much_of_it_is_seen() -> None:
     checked = traced(Plan(Mesh(cp=2)), 1, 1)
-    own, other = ops(checked, OpKind.ATTEND)
+    own_block, other_block = ops(checked, OpKind.ATTEND)
     # The first rank has slices 0 and 3 of 4. Among themselves 0 and 3 are half seen, 0 by 3 whole, 3 by 0 not at all;
     # of slices 1 and 2 slice 3 sees all and slice 0 nothing.
-    assert price(checked, own) == price(checked, other) == 2 * 0.5
+    assert price(checked, own_block) == price(checked, other_block) == 2 * 0.5
 
 
 def test_an_update_moves_the_state_of_its_slice() -> None:
@@ -139,8 +139,8 @@ def test_muon_s_update_makes_those_matrices_orthogonal_that_its_slice_has_parts_
     directions = ops(checked, OpKind.DIRECTION)
     assert [op.layer for op in directions] == ([0, 1] if plan.shard_optimizer else [])
     assert all(prices.compute_time(op, checked.specs[0], sizes) > 0 for op in directions)
-    made = [spec for spec in checked.specs[0].values() if spec.kind is Kind.DIRECTION]
-    whole = [sizes.bytes(spec) for spec in made if spec.holds.complete]
+    direction_specs = [spec for spec in checked.specs[0].values() if spec.kind is Kind.DIRECTION]
+    whole = [sizes.bytes(spec) for spec in direction_specs if spec.holds.complete]
     assert whole == [2 * sizes.weights[op.layer] for op in directions]
 
 
@@ -182,13 +182,17 @@ def test_a_recipe_s_collectives_along_tp_wait_for_their_hosts() -> None:
 
 def test_a_ring_over_nodes_goes_at_the_pace_of_its_slowest_link() -> None:
     """Whichever of its ranks is looked at; of a pipeline each message has its own link."""
-    ring, piped = (
+    ring, pipeline = (
         ClusterPrices(cast(Model, FakeModel()), 1, find_cluster("h100x16"), BF16, mesh=mesh)
         for mesh in (Mesh(cp=4, tp=4), Mesh(pp=4, tp=4))
     )
-    within, across = ((0, 4), (4, 8))
-    assert ring.message_times(Kind.KEYS_VALUES, 2**24, *within) == ring.message_times(Kind.KEYS_VALUES, 2**24, *across)
-    assert piped.message_times(Kind.ACTIVATION, 2**24, *within) < piped.message_times(Kind.ACTIVATION, 2**24, *across)
+    in_node, between_nodes = ((0, 4), (4, 8))
+    assert ring.message_times(Kind.KEYS_VALUES, 2**24, *in_node) == ring.message_times(
+        Kind.KEYS_VALUES, 2**24, *between_nodes
+    )
+    assert pipeline.message_times(Kind.ACTIVATION, 2**24, *in_node) < pipeline.message_times(
+        Kind.ACTIVATION, 2**24, *between_nodes
+    )
 
 
 # Links that have latency only: messages take no stream, and any number of them travel at once.
@@ -217,20 +221,20 @@ async def _two_stages(rank: Rank, awaits: bool) -> None:
             rank.activations[1, m] = await rank.recv(source=0, expect=("activations", 1, m))
         out = rank.forward(l, rank.activations[l, m], rank.weights[l])
         if l == 0:
-            sent = rank.send(out, to=1)
+            handle = rank.send(out, to=1)
             if awaits:
-                await sent
+                await handle
         else:
             rank.grad_activations[2, m] = rank.loss(out)
     for m in rank.microbatches:
         if l == 0:
             rank.grad_activations[1, m] = await rank.recv(source=1, expect=("grad_activations", 1, m))
-        weight, below = rank.backward(
+        grad_weight, grad_input = rank.backward(
             l, rank.activations.pop((l, m)), rank.grad_activations.pop((l + 1, m)), rank.weights[l]
         )
-        rank.grad_weights[l] = rank.grad_weights[l] + weight if m else weight
+        rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if m else grad_weight
         if l == 1:
-            await rank.send(below, to=0)
+            await rank.send(grad_input, to=0)
     rank.weights[l], rank.opt_states[l] = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
 
 

@@ -90,16 +90,16 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("field", LONGER)
 def test_what_costs_time_makes_the_step_longer_and_leaves_memory_alone(field: str) -> None:
-    changed, own = step(LONGER[field]), step(PLAIN)
-    assert changed.step > own.step
-    assert changed.peak.bytes == own.peak.bytes
+    changed, plain = step(LONGER[field]), step(PLAIN)
+    assert changed.step > plain.step
+    assert changed.peak.bytes == plain.peak.bytes
 
 
 @pytest.mark.parametrize("field", SHORTER)
 def test_what_saves_time_makes_the_step_shorter_and_leaves_memory_alone(field: str) -> None:
-    changed, own = step(SHORTER[field]), step(PLAIN)
-    assert changed.step < own.step
-    assert changed.peak.bytes == own.peak.bytes
+    changed, plain = step(SHORTER[field]), step(PLAIN)
+    assert changed.step < plain.step
+    assert changed.peak.bytes == plain.peak.bytes
 
 
 HELD = {
@@ -130,8 +130,8 @@ DEFAULTS = {
 def test_every_field_that_says_what_is_done_is_tried() -> None:
     """What a framework can run changes no step (see `test_limits`), and the error is the prediction's."""
     groups = {name: group for name, group in GROUPS.items() if name != "can_run"}
-    tried = {field.name for group in groups.values() for field in fields(group)} - {"error"}
-    assert tried == {*LONGER, *SHORTER, *MEMORY, *ELSEWHERE, *HELD, *DEFAULTS}
+    field_names = {field.name for group in groups.values() for field in fields(group)} - {"error"}
+    assert field_names == {*LONGER, *SHORTER, *MEMORY, *ELSEWHERE, *HELD, *DEFAULTS}
 
 
 @pytest.mark.parametrize("field", HELD)
@@ -141,22 +141,22 @@ def test_a_gpu_holds_more_than_the_replay_counts(field: str) -> None:
     model = GPT(layers=4, hidden_size=256, heads=4, seq_len=1024, vocab_size=1024)
     workload = Workload(plan, model, find_cluster("h100x2"), 2, 1, find_precision("bf16"), recipe=PLAIN)
     peaks = workload.estimate().peaks
-    own, more = device_memory(workload, peaks), device_memory(replace(workload, recipe=HELD[field]), peaks)
-    assert own.allocated == own.reserved == own.total == max(peak.bytes for peak in peaks)
-    assert more.total > own.total
-    assert (more.allocated > own.allocated) == (field == "gradient_buffer")
+    plain, larger = device_memory(workload, peaks), device_memory(replace(workload, recipe=HELD[field]), peaks)
+    assert plain.allocated == plain.reserved == plain.total == max(peak.bytes for peak in peaks)
+    assert larger.total > plain.total
+    assert (larger.allocated > plain.allocated) == (field == "gradient_buffer")
 
 
 def test_what_is_not_kept_lowers_the_peak_and_takes_no_time() -> None:
-    changed, own = step(MEMORY["saved"]), step(PLAIN)
-    assert changed.peak.bytes < own.peak.bytes
-    assert changed.step == own.step
+    changed, plain = step(MEMORY["saved"]), step(PLAIN)
+    assert changed.peak.bytes < plain.peak.bytes
+    assert changed.step == plain.step
 
 
 def test_what_is_copied_is_kept_twice_and_takes_no_time() -> None:
-    changed, own = step(with_(saved=SavedActivations(copied=True)), LLAMA), step(PLAIN, LLAMA)
-    assert changed.peak.bytes > own.peak.bytes
-    assert changed.step == own.step
+    changed, plain = step(with_(saved=SavedActivations(copied=True)), LLAMA), step(PLAIN, LLAMA)
+    assert changed.peak.bytes > plain.peak.bytes
+    assert changed.step == plain.step
 
 
 def test_a_loss_that_holds_more_for_each_logit_has_a_higher_peak() -> None:
@@ -171,8 +171,8 @@ def test_a_loss_of_sliced_logits_may_hold_more_of_each() -> None:
     model = GPT(layers=1, hidden_size=32, heads=2, seq_len=256, vocab_size=50304)
     tensor, single = Plan(Mesh(tp=2)), Plan(Mesh())
     whole, sliced = with_(logit_bytes=4.0), MEMORY["sliced_logit_bytes"]
-    more = step(sliced, model, tensor, "h100x2").peak.bytes - step(whole, model, tensor, "h100x2").peak.bytes
-    assert more == (18 - 4) * 256 * 50304 / 2
+    extra_bytes = step(sliced, model, tensor, "h100x2").peak.bytes - step(whole, model, tensor, "h100x2").peak.bytes
+    assert extra_bytes == (18 - 4) * 256 * 50304 / 2
     assert step(sliced, model, single, "h100x1").peak.bytes == step(whole, model, single, "h100x1").peak.bytes
 
 
@@ -184,15 +184,15 @@ def test_half_gradients_stay_beside_their_float32_sum_and_nowhere_else(precision
         workload = Workload(Plan(Mesh()), model, find_cluster("h100x1"), 1, 1, find_precision(precision))
         return replace(workload, recipe=recipe).estimate().peak.by_category["gradients"]
 
-    own = gradients(PLAIN)
-    assert gradients(MEMORY["half_gradients"]) == own * (4 + bytes) // 4
+    plain = gradients(PLAIN)
+    assert gradients(MEMORY["half_gradients"]) == plain * (4 + bytes) // 4
 
 
 def test_without_balance_the_busiest_context_parallel_rank_attends_longer() -> None:
     plan = Plan(Mesh(cp=2), context="all_gather")
-    changed, own = step(with_(cp_imbalance=1.0), plan=plan), step(PLAIN, plan=plan)
-    assert changed.step > own.step
-    assert changed.peak.bytes == own.peak.bytes
+    changed, plain = step(with_(cp_imbalance=1.0), plan=plan), step(PLAIN, plan=plan)
+    assert changed.step > plain.step
+    assert changed.peak.bytes == plain.peak.bytes
     assert step(with_(cp_imbalance=1.0)).step == step(PLAIN).step, "nobody is context-parallel"
 
 
@@ -214,11 +214,11 @@ def test_each_rank_s_slice_of_each_parameter_is_copied_once_it_is_gathered_after
     )
 
     def seconds(plan: Plan) -> float:
-        own = replace(Workload(plan, model, find_cluster("h100x8"), 8, 1, find_precision("bf16")), recipe=copying)
-        assert own.estimate().seconds_outside_ops == own.seconds_outside_ops, (
+        workload = replace(Workload(plan, model, find_cluster("h100x8"), 8, 1, find_precision("bf16")), recipe=copying)
+        assert workload.estimate().seconds_outside_ops == workload.seconds_outside_ops, (
             "so that forecasts and replays have the same"
         )
-        return own.seconds_outside_ops
+        return workload.seconds_outside_ops
 
     shard = ("dp_shard",)
     assert seconds(Plan(Mesh(dp_shard=8), shard_optimizer=shard)) == 8 * model.parameter_tensors
@@ -245,9 +245,9 @@ def test_sharded_gradients_are_reduced_to_their_shards_in_every_framework() -> N
 
 
 def test_what_is_computed_again_every_second_product_takes_time_and_saves_memory() -> None:
-    changed, own = step(with_(saved=SavedActivations(again="per-op")), LLAMA), step(PLAIN, LLAMA)
-    assert changed.step > own.step
-    assert changed.peak.bytes < own.peak.bytes
+    changed, plain = step(with_(saved=SavedActivations(again="per-op")), LLAMA), step(PLAIN, LLAMA)
+    assert changed.step > plain.step
+    assert changed.peak.bytes < plain.peak.bytes
 
 
 LLAMA = Llama(layers=4, hidden_size=1024, heads=16, kv_heads=8, ffn_hidden_size=2816, seq_len=1024, vocab_size=32000)
@@ -348,7 +348,7 @@ def test_a_base_lies_beside_its_recipe_and_is_no_recipe_that_builds_on_it(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("written", "sentence"),
+    ("text", "sentence"),
     [
         ('source = "s"\nswitches.a.default = "on"', "switches.a.default is 'on'; give one of its values"),
         ('source = "s"\nswitches.a.values.on = {}', "switches.a.values.on gives no source"),
@@ -374,9 +374,9 @@ def test_a_base_lies_beside_its_recipe_and_is_no_recipe_that_builds_on_it(tmp_pa
         ('source = "s"\ndefaults.reduce_at = "never"', "defaults.reduce_at is 'never'; give one of layer, step"),
     ],
 )
-def test_what_a_recipe_cannot_say_is_refused_in_a_sentence(written: str, sentence: str, tmp_path: Path) -> None:
+def test_what_a_recipe_cannot_say_is_refused_in_a_sentence(text: str, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
-    path.write_text(written)
+    path.write_text(text)
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_recipe(str(path))
 
@@ -388,13 +388,13 @@ SLICED = Plan(Mesh(tp=4), sequence_parallel=True)
 
 def test_a_whole_embedding_on_each_rank_is_held_and_updated_by_each() -> None:
     """Of 1/4 on each of four ranks, 3/4 more; with AdamW in bf16 a parameter, its gradient and state take 16 bytes."""
-    whole, own = (step(with_(whole_embedding=each), LLAMA, SLICED, "h100x4") for each in (True, False))
-    more = LLAMA.vocab_size * LLAMA.hidden_size * 3 // 4
-    assert [whole.peak.by_category[name] - own.peak.by_category[name] for name in ("parameters", "optimizer")] == [
-        2 * more,
-        12 * more,
+    whole, sliced = (step(with_(whole_embedding=is_whole), LLAMA, SLICED, "h100x4") for is_whole in (True, False))
+    extra_parameters = LLAMA.vocab_size * LLAMA.hidden_size * 3 // 4
+    assert [whole.peak.by_category[name] - sliced.peak.by_category[name] for name in ("parameters", "optimizer")] == [
+        2 * extra_parameters,
+        12 * extra_parameters,
     ]
-    assert whole.step > own.step
+    assert whole.step > sliced.step
     alone = Plan(Mesh(dp_shard=4))
     assert step(with_(whole_embedding=True), LLAMA, alone).step == step(PLAIN, LLAMA, alone).step
 
@@ -402,12 +402,12 @@ def test_a_whole_embedding_on_each_rank_is_held_and_updated_by_each() -> None:
 def test_a_whole_head_on_each_rank_of_a_pipeline_computes_all_logits() -> None:
     """On the last stage, and only with a pipeline; a rank of its mesh otherwise computes half of the logits."""
     pipeline, cluster = Plan(Mesh(pp=2, tp=2), "1f1b"), "h100x4"
-    whole, own = (step(with_(whole_piped_head=each), LLAMA, pipeline, cluster) for each in (True, False))
+    whole, sliced = (step(with_(whole_piped_head=is_whole), LLAMA, pipeline, cluster) for is_whole in (True, False))
     tokens = 16 * LLAMA.seq_len
     products = 3 * 2.0 * tokens * LLAMA.hidden_size * LLAMA.vocab_size / 2
-    assert whole.step - own.step > products / find_cluster(cluster).device.peak("bfloat16")
-    assert whole.peaks[0].bytes == own.peaks[0].bytes
-    assert whole.peaks[1].bytes > own.peaks[1].bytes
+    assert whole.step - sliced.step > products / find_cluster(cluster).device.peak("bfloat16")
+    assert whole.peaks[0].bytes == sliced.peaks[0].bytes
+    assert whole.peaks[1].bytes > sliced.peaks[1].bytes
     assert step(with_(whole_piped_head=True), LLAMA, SLICED, cluster).step == step(PLAIN, LLAMA, SLICED, cluster).step
 
 
@@ -415,7 +415,7 @@ def test_a_pipelines_last_stage_holds_all_logits_that_each_of_its_ranks_computes
     """Of each microbatch, and once more where they are joined; a slice of them if they are cut."""
     shard = ("dp_shard",)
     plan = Plan(Mesh(pp=2, tp=2, dp_shard=2), "1f1b", shard_parameters=shard, shard_optimizer=shard)
-    held = {
+    allocated_bytes = {
         field: device_memory(
             Workload(
                 plan, LLAMA, find_cluster("h100x8"), 8, 1, find_precision("bf16"),
@@ -425,20 +425,20 @@ def test_a_pipelines_last_stage_holds_all_logits_that_each_of_its_ranks_computes
         for field in ("", "whole_piped_head", "gathers_logits")
     }  # fmt: skip
     logits = 2.0 * LLAMA.seq_len * LLAMA.vocab_size
-    assert held["whole_piped_head"] - held[""] >= 2 * 4 * logits / 2
-    assert held["gathers_logits"] - held[""] >= 2 * 4 * logits / 2
+    assert allocated_bytes["whole_piped_head"] - allocated_bytes[""] >= 2 * 4 * logits / 2
+    assert allocated_bytes["gathers_logits"] - allocated_bytes[""] >= 2 * 4 * logits / 2
 
 
 def test_the_graph_before_a_router_stays_if_a_block_was_recomputed() -> None:
     recipe, plan = with_(router_graph_bytes=30.0), Plan(Mesh(dp_shard=2), recompute="full")
-    each = 30 * 3 * MIXTURE.seq_len * MIXTURE.hidden_size  # of a block and a microbatch of three sequences
+    graph_bytes = 30 * 3 * MIXTURE.seq_len * MIXTURE.hidden_size  # of a block and a microbatch of three sequences
     dense = replace(LLAMA, layers=MIXTURE.layers)
-    for model, how, expected in (
-        (MIXTURE, plan, (MIXTURE.layers - 1) * each),
+    for model, model_plan, expected in (
+        (MIXTURE, plan, (MIXTURE.layers - 1) * graph_bytes),
         (MIXTURE, replace(plan, recompute="none"), 0),
         (dense, plan, 0),
     ):
-        work = Workload(how, model, find_cluster("h100x2"), 2, 3, find_precision("bf16"), recipe=recipe)
+        work = Workload(model_plan, model, find_cluster("h100x2"), 2, 3, find_precision("bf16"), recipe=recipe)
         plain = device_memory(replace(work, recipe=PLAIN))
         assert device_memory(work).allocated - plain.allocated == expected
 
@@ -446,7 +446,7 @@ def test_the_graph_before_a_router_stays_if_a_block_was_recomputed() -> None:
 def test_all_logits_on_each_rank_take_as_much_more_memory_and_time() -> None:
     model = GPT(layers=2, hidden_size=256, heads=4, seq_len=1024, vocab_size=65536)
     sliced, whole = (
-        step(with_(logit_bytes=8.0, gathers_logits=each), model, SLICED, "h100x4") for each in (False, True)
+        step(with_(logit_bytes=8.0, gathers_logits=gathers), model, SLICED, "h100x4") for gathers in (False, True)
     )
     logits = 1024 * 65536 * 8
     assert whole.peak.bytes - sliced.peak.bytes == pytest.approx(logits * 3 / 4, rel=0.02)
@@ -455,14 +455,14 @@ def test_all_logits_on_each_rank_take_as_much_more_memory_and_time() -> None:
 
 def test_a_gpu_holds_more_with_tensor_parallelism_than_its_tensors_if_the_recipe_says_so() -> None:
     recipe, model = with_(tp_context_bytes=5e9, kept_when_full=0.5), GPT(layers=2, hidden_size=256, heads=4)
-    for plan, more in ((SLICED, 5e9), (Plan(Mesh(dp_shard=4)), 0.0)):
+    for plan, extra_bytes in ((SLICED, 5e9), (Plan(Mesh(dp_shard=4)), 0.0)):
         work = Workload(plan, model, find_cluster("h100x4"), 4, 1, find_precision("bf16"), recipe=recipe)
-        held = device_memory(work)
+        memory = device_memory(work)
         plain = device_memory(
             replace(work, recipe=replace(recipe, memory=replace(recipe.memory, tp_context_bytes=0.0)))
         )
-        assert (held.total - plain.total, held.needed - plain.needed) == (more, more / 2)
-        assert held.allocated == plain.allocated
+        assert (memory.total - plain.total, memory.needed - plain.needed) == (extra_bytes, extra_bytes / 2)
+        assert memory.allocated == plain.allocated
 
 
 MIXTURE = Mixtral(
@@ -475,11 +475,11 @@ def test_a_framework_computes_on_the_slots_that_it_has() -> None:
     """Without a capacity factor on equal shares, or padded to the fullest expert whatever the factor is."""
     padded = find_recipe("fsdp2", {"experts": "padded"})
     slots = padded.kernels.padded_slots
-    for recipe, given, expected in (
+    for recipe, factor, expected in (
         *((find_recipe("megatron-core"), None, 1.0), (find_recipe("megatron-core"), 1.25, 1.25)),
         *((padded, None, slots), (padded, 1.25, slots), (find_recipe("shardlab"), None, None)),
     ):
-        model = recipe.model_as_run(replace(MIXTURE, capacity_factor=given))
+        model = recipe.model_as_run(replace(MIXTURE, capacity_factor=factor))
         assert isinstance(model, Mixtral)
         assert model.capacity_factor == expected
 
@@ -535,7 +535,7 @@ def test_a_switch_changes_what_its_value_says_and_nothing_else(tmp_path: Path) -
     assert replace(changed.kernels, attention="cudnn") == plain.kernels
     assert changed.title == "ours with attention=flash2"
     assert {(name, value) for name, value, _ in variants(changed)} == {("attention", "cudnn"), ("copies", "on")}
-    assert {each.kernels.attention for name, _, each in variants(changed) if name == "copies"} == {"flash2"}
+    assert {variant.kernels.attention for name, _, variant in variants(changed) if name == "copies"} == {"flash2"}
 
 
 def test_a_recipe_may_change_the_default_of_its_bases_switch_and_add_values(tmp_path: Path) -> None:
@@ -546,9 +546,9 @@ def test_a_recipe_may_change_the_default_of_its_bases_switch_and_add_values(tmp_
         'switches.attention.values.flash1 = { source = "old", kernels = { attention = "flash1" } }'
     )
     assert find_recipe(str(path)).kernels.attention == "flash1"
-    given = find_recipe(str(path), {"attention": "flash2", "copies": "on"})
-    assert (given.kernels.attention, given.memory.context_bytes) == ("flash2", 7)
-    assert list(given.switches["attention"].values) == ["cudnn", "flash2", "flash1"]
+    switched = find_recipe(str(path), {"attention": "flash2", "copies": "on"})
+    assert (switched.kernels.attention, switched.memory.context_bytes) == ("flash2", 7)
+    assert list(switched.switches["attention"].values) == ["cudnn", "flash2", "flash1"]
 
 
 def test_figures_of_a_recipe_go_before_the_switches_of_its_base(tmp_path: Path) -> None:
@@ -583,8 +583,8 @@ def test_fused_attention_keeps_no_mask_of_its_dropout() -> None:
     assert plain.model_as_run(model) == model
     steps = [step(recipe, recipe.model_as_run(model)) for recipe in (fused, plain)]
     assert steps[0].step < steps[1].step
-    kept = [max(peak.bytes for peak in each.peaks) for each in steps]
-    assert kept[0] < 0.8 * kept[1]
+    peak_bytes = [max(peak.bytes for peak in result.peaks) for result in steps]
+    assert peak_bytes[0] < 0.8 * peak_bytes[1]
     assert fused.model_as_run(replace(model, dropout=0.0)).runs == replace(model, dropout=0.0).runs
 
 

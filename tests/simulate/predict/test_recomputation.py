@@ -38,8 +38,10 @@ def step_of(
 
 def longer(recompute: str, mesh: Mesh | None = None, model: Blocks = LLAMA, sequence_parallel: bool = False) -> float:
     """Seconds by which a block's backward pass is longer."""
-    again, none = (step_of(each, mesh, model, sequence_parallel).estimate().step for each in (recompute, "none"))
-    return (again - none) / LAYERS
+    recomputing, none = (
+        step_of(choice, mesh, model, sequence_parallel).estimate().step for choice in (recompute, "none")
+    )
+    return (recomputing - none) / LAYERS
 
 
 def test_a_module_takes_its_forward_pass_again() -> None:
@@ -69,8 +71,8 @@ def test_slices_of_a_module_are_summed_again(sequence_parallel: bool) -> None:
     kernels = [Matmul(S, 2 * F // 4, H), Pointwise("swiglu", 3 * S * F / 4, 0), Matmul(S, H, F // 4)]
     sum = prices.collective_time(OpKind.ALL_REDUCE, S * H * 2, mesh.group(0, "tp"))
     assert sum > 0
-    found = longer("mlp", mesh, sequence_parallel=sequence_parallel)
-    assert found == pytest.approx(prices.seconds_of(kernels) + sum)
+    seconds = longer("mlp", mesh, sequence_parallel=sequence_parallel)
+    assert seconds == pytest.approx(prices.seconds_of(kernels) + sum)
 
 
 def test_tokens_are_exchanged_again_among_the_ranks_of_experts() -> None:
@@ -78,11 +80,13 @@ def test_tokens_are_exchanged_again_among_the_ranks_of_experts() -> None:
     mesh, slots, rows = Mesh(ep=4), 2 * S, 1024
     prices = step_of("none", mesh, MIXTURE).prices
     experts = [Matmul(rows, 2 * F, H, 2), Pointwise("swiglu", 2 * rows * 3 * F, 0), Matmul(rows, H, F, 2)]
-    moved = [Pointwise("dispatch", (S + slots) * H, 0), Pointwise("combine", (slots + S) * H, 0)]
+    permutations = [Pointwise("dispatch", (S + slots) * H, 0), Pointwise("combine", (slots + S) * H, 0)]
     router = [Matmul(S, 8, H), Pointwise("route", 2 * S * 8, 0)]
     exchange = prices.collective_time(OpKind.ALL_TO_ALL, slots * H * 2, mesh.group(0, "ep"))
     assert exchange > 0
-    assert longer("moe", mesh, MIXTURE) == pytest.approx(prices.seconds_of([*router, *moved, *experts]) + 2 * exchange)
+    assert longer("moe", mesh, MIXTURE) == pytest.approx(
+        prices.seconds_of([*router, *permutations, *experts]) + 2 * exchange
+    )
     assert longer("moe_act", mesh, MIXTURE) == pytest.approx(prices.seconds_of(experts[1:2]))
 
 
@@ -105,11 +109,13 @@ def test_an_attention_that_is_an_op_of_its_own_is_computed_again() -> None:
 def test_a_forecast_is_that_of_every_op(mesh: Mesh, model: Blocks, recompute: str) -> None:
     step = replace(step_of(recompute, mesh, model), recipe=find_recipe("megatron-core"))
     step = replace(step, microbatches=2 * step.microbatches * mesh.pp)
-    whole, found = step.estimate(), forecast(step)
-    assert found.seconds == pytest.approx(whole.step + whole.seconds_outside_ops, rel=1e-9)
+    whole, predicted = step.estimate(), forecast(step)
+    assert predicted.seconds == pytest.approx(whole.step + whole.seconds_outside_ops, rel=1e-9)
     assert isinstance(step.plan, Plan)
-    kept = replace(step, plan=replace(step.plan, recompute="none"))
-    assert step.peak_bytes() < kept.peak_bytes()
-    saved = step.kept_sizes.element_bytes[Kind.SAVED] * (sum(kept.kept_sizes.saved) - sum(step.kept_sizes.saved))
-    assert saved > 0
-    assert kept.estimate().step < whole.step
+    keeping = replace(step, plan=replace(step.plan, recompute="none"))
+    assert step.peak_bytes() < keeping.peak_bytes()
+    saved_bytes = step.kept_sizes.element_bytes[Kind.SAVED] * (
+        sum(keeping.kept_sizes.saved) - sum(step.kept_sizes.saved)
+    )
+    assert saved_bytes > 0
+    assert keeping.estimate().step < whole.step

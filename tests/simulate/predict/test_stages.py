@@ -12,9 +12,9 @@ LARGE = Llama(layers=32, hidden_size=4096, heads=32, ffn_hidden_size=14336, voca
 
 
 def blocks(model: Llama, stages: int) -> list[int]:
-    found = modules_of_stages(model, stages)
-    assert found is not None
-    assert [module for modules in found for module in modules] == [
+    stages_modules = modules_of_stages(model, stages)
+    assert stages_modules is not None
+    assert [module for modules in stages_modules for module in modules] == [
         "embedding",
         *["block"] * model.layers,
         "norm",
@@ -22,7 +22,7 @@ def blocks(model: Llama, stages: int) -> list[int]:
         "cast",
         "loss",
     ]
-    return [modules.count("block") for modules in found]
+    return [modules.count("block") for modules in stages_modules]
 
 
 def test_a_stage_ends_with_the_module_that_takes_it_beyond_its_share() -> None:

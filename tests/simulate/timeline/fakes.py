@@ -86,9 +86,13 @@ class FakeModel:
         return (Matmul(sequences * tokens, 8 // slices, 4),)
 
     def attend_kernels(
-        self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
+        self, layer: int, sequences: int, queries: int, keys: int, visible: float, slices: int = 1
     ) -> tuple[Kernel, ...]:
-        return (Matmul(queries, keys, 1, sequences, learned=False),) if seen == 1 else (Pointwise("half", seen, 0.0),)
+        return (
+            (Matmul(queries, keys, 1, sequences, learned=False),)
+            if visible == 1
+            else (Pointwise("half", visible, 0.0),)
+        )
 
     def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
         return (Pointwise("loss", sequences * tokens, sequences * tokens),)

@@ -16,8 +16,8 @@ async def uneven(rank: Rank) -> None:
 
 async def reductions_at_once(rank: Rank) -> None:
     """Data parallel; all gradients are computed first, and then reduced by collectives that are all issued at once."""
-    for l, made in gradients(rank):
-        rank.grad_weights[l] = made
+    for l, grad_weight in gradients(rank):
+        rank.grad_weights[l] = grad_weight
     handles = {l: rank.all_reduce(rank.grad_weights.pop(l)) for l in rank.layers}
     for l, handle in handles.items():
         rank.weights[l], rank.opt_states[l] = rank.update(l, await handle, rank.weights[l], rank.opt_states[l])

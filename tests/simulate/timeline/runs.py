@@ -23,5 +23,5 @@ def events(timeline: Timeline, kind: OpKind, rank: int = 0) -> list[Event]:
 
 def event(timeline: Timeline, kind: OpKind, layer: int, rank: int = 0) -> Event:
     """The only event of a kind at a layer of a rank."""
-    (found,) = [event for event in events(timeline, kind, rank) if event.layer == layer]
-    return found
+    (result,) = [event for event in events(timeline, kind, rank) if event.layer == layer]
+    return result

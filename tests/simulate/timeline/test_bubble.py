@@ -71,9 +71,9 @@ def test_the_bubble_of_a_schedules_program_is_that_of_its_actions(
         update=0,
         link_latency=True,
     )
-    found = bubble(run(entry.program, entry.mesh(ranks), ranks * stages_per_rank, microbatches, costs))
+    program_bubble = bubble(run(entry.program, entry.mesh(ranks), ranks * stages_per_rank, microbatches, costs))
     work = microbatches * stages_per_rank * sum(times.passes)
-    assert found == pytest.approx(1 - work / cost(schedule, ranks, microbatches, stages_per_rank, times))
+    assert program_bubble == pytest.approx(1 - work / cost(schedule, ranks, microbatches, stages_per_rank, times))
 
 
 # The textbook case: equal stages. Communication takes time, and does not count.
@@ -100,9 +100,9 @@ def test_interleaving_divides_it(ranks: int, rounds: int, stages_per_rank: int) 
     assert bubble_of("interleaved-1f1b", p, m, n) == pytest.approx((p - 1) / (m * n + p - 1))
 
 
-@given(ranks=RANKS, more=st.integers(0, 4))
-def test_zb_v_has_none(ranks: int, more: int) -> None:
-    assert bubble_of("zb-v", ranks, 2 * ranks + more) == 0
+@given(ranks=RANKS, extra=st.integers(0, 4))
+def test_zb_v_has_none(ranks: int, extra: int) -> None:
+    assert bubble_of("zb-v", ranks, 2 * ranks + extra) == 0
 
 
 def test_free_communication_does_not_change_it_and_communication_adds_to_it() -> None:

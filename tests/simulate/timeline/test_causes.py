@@ -33,10 +33,10 @@ def lead_back(activity: Activity) -> None:
     tolerance = 1e-9 * activity.end
     for row, ops in enumerate(activity.rows):
         for at in range(len(ops)):
-            place, seen = (row, at), set[tuple[int, int]]()
+            place, visited = (row, at), set[tuple[int, int]]()
             while (cause := causes[place[0]][place[1]]).place is not None:
-                assert place not in seen
-                seen.add(place)
+                assert place not in visited
+                visited.add(place)
                 later, earlier = activity.rows[place[0]][place[1]], activity.rows[cause.place[0]][cause.place[1]]
                 assert earlier.start <= later.start + tolerance
                 if cause.reason in (Reason.BUSY, Reason.SENT, Reason.STREAM):
@@ -107,7 +107,7 @@ def test_the_causes_of_the_last_op_take_as_long_as_the_critical_path(name: str, 
     def compute_time(ops: set[tuple[int, int]]) -> float:
         tapes = checked.program.tapes
         length = {(row, e.op): e.end - e.start for row, events in enumerate(timeline.events) for e in events}
-        return sum(length[each] for each in ops if tapes[each[0]][each[1]].kind not in COMMUNICATION)
+        return sum(length[key] for key in ops if tapes[key[0]][key[1]].kind not in COMMUNICATION)
 
     assert compute_time(followed) == pytest.approx(compute_time(computed))
 

@@ -92,8 +92,10 @@ def test_the_loss_and_sums_of_gradients_take_no_time() -> None:
 
 def test_a_message_of_an_activation_takes_a_fifth_of_a_forward_pass() -> None:
     assert TEACHING_COSTS.message_times(Kind.ACTIVATION, 4 * ROWS, 0, 1)[0] == pytest.approx(0.2)
-    both = [TEACHING_COSTS.collective_time(kind, 4 * SQUARE, group_of("dp_shard", range(4))) for kind in ON_A_RING]
-    assert both == pytest.approx([0.33, 0.66])
+    ring_times = [
+        TEACHING_COSTS.collective_time(kind, 4 * SQUARE, group_of("dp_shard", range(4))) for kind in ON_A_RING
+    ]
+    assert ring_times == pytest.approx([0.33, 0.66])
     assert TEACHING_COSTS.collective_time(OpKind.ALL_REDUCE, 4 * SQUARE, group_of("dp_shard", (0,))) == 0
 
 
@@ -167,22 +169,22 @@ def reducing(reduction: Reduction, shard: bool) -> Strategy:
         rank.grad_activations[len(rank.layers)] = rank.loss(rank.activations.pop(len(rank.layers)))
         for l in reversed(rank.layers):
             x, gradient = rank.activations.pop(l), rank.grad_activations.pop(l + 1)
-            made, rank.grad_activations[l] = rank.backward(l, x, gradient, rank.weights.pop((l, "full")))
-            rank.grad_weights["made"] = made
-            total = rank.grad_weights[l] = await reduction(rank, made)
+            grad_weight, rank.grad_activations[l] = rank.backward(l, x, gradient, rank.weights.pop((l, "full")))
+            rank.grad_weights["made"] = grad_weight
+            total = rank.grad_weights[l] = await reduction(rank, grad_weight)
             rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
             rank.grad_weights.clear()
 
     return program
 
 
-async def reduce_then(rank: Rank, value: Value, then: str, by_hand: bool) -> Value:
+async def reduce_then(rank: Rank, value: Value, second: str, by_hand: bool) -> Value:
     """Reduce to rank 0, then give all ranks the sum or a slice of it."""
     if by_hand:
         total = await chained_reduce(rank, value)
-        return await (chained_broadcast if then == "broadcast" else scattered_by_hand)(rank, total)
+        return await (chained_broadcast if second == "broadcast" else scattered_by_hand)(rank, total)
     total = await rank.reduce(value, root=0)
-    return await (rank.broadcast if then == "broadcast" else rank.scatter)(total, root=0)
+    return await (rank.broadcast if second == "broadcast" else rank.scatter)(total, root=0)
 
 
 async def all_reduce(rank: Rank, value: Value) -> Value:
@@ -193,8 +195,8 @@ async def reduce_scatter(rank: Rank, value: Value) -> Value:
     return await rank.reduce_scatter(value)
 
 
-def rooted(then: str, *, by_hand: bool) -> Reduction:
-    return partial(reduce_then, then=then, by_hand=by_hand)
+def rooted(second: str, *, by_hand: bool) -> Reduction:
+    return partial(reduce_then, second=second, by_hand=by_hand)
 
 
 BY_HAND: dict[str, tuple[Reduction, Reduction, bool]] = {
@@ -210,7 +212,7 @@ BY_HAND: dict[str, tuple[Reduction, Reduction, bool]] = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_messages_by_hand_take_as_long_as_the_collective(name: str, ranks: int) -> None:
     collective, by_hand, shard = BY_HAND[name]
-    ends = [run(reducing(each, shard), ranks, 2, ranks).end for each in (collective, by_hand)]
+    ends = [run(reducing(reduction, shard), ranks, 2, ranks).end for reduction in (collective, by_hand)]
     assert ends[0] == pytest.approx(ends[1])
     assert ends[0] > simulate(check(trace(reducing(collective, shard), ranks, 2, ranks)), FREE_MESSAGES).end
 

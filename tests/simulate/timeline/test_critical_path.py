@@ -29,7 +29,7 @@ def adds_up(traced: Any, times: Any) -> None:
     links = critical_path(traced, times)
     assert links[0].start == 0.0
     assert links[-1].end == times.end
-    assert all(before.end == after.start for before, after in pairwise(links))
+    assert all(link.end == next_link.start for link, next_link in pairwise(links))
     assert sum(path_parts(traced, links).values()) == pytest.approx(times.end, rel=1e-12)
 
 

@@ -73,11 +73,11 @@ def stood() -> IdleLog:
     return idle_log((1.0, 2.0))
 
 
-@pytest.mark.parametrize(("most", "until"), [(9.0, 7.5), (1.0, 7.0)])
+@pytest.mark.parametrize(("limit", "until"), [(9.0, 7.5), (1.0, 7.0)])
 def test_a_rank_that_waits_loses_a_share_of_what_it_computed_and_no_more_than_the_most(
-    most: float, until: float
+    limit: float, until: float
 ) -> None:
-    assert stood().wait(5.0, 4.0, 6.0, 0.0, Lag(0.5, most)) == until
+    assert stood().wait(5.0, 4.0, 6.0, 0.0, Lag(0.5, limit)) == until
 
 
 def test_what_was_over_before_costs_the_part_that_is_not_hidden() -> None:

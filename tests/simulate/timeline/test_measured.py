@@ -29,15 +29,15 @@ def step_as_simulated(
     timeline = simulate(checked, costs)
     events = {event.op: event for event in timeline.events[rank]}
     step, clock = StepRecord(begin, begin + times * timeline.end), 0.0
-    over: dict[int, float] = {}
+    communication_ends: dict[int, float] = {}
     for at, op in enumerate(checked.program.tapes[rank]):
         event = events.get(at)
         if op.kind in COMMUNICATION and event is not None:
-            over[op.handle] = event.end
+            communication_ends[op.handle] = event.end
             step.ops[at] = OpTimes(begin + times * clock, begin + times * clock, begin + times * event.end)
             continue
         start = clock if event is None else event.start
-        clock = max(start, over.get(op.handle, 0.0)) if event is None else event.end
+        clock = max(start, communication_ends.get(op.handle, 0.0)) if event is None else event.end
         step.ops[at] = OpTimes(begin + times * start, begin + times * clock)
     return step
 
@@ -52,8 +52,8 @@ def records(
             rank * lead,
             1e-6,
             [
-                step_as_simulated(checked, rank, 100.0 * number + rank * lead, each, costs)
-                for number, each in enumerate(times)
+                step_as_simulated(checked, rank, 100.0 * number + rank * lead, factor, costs)
+                for number, factor in enumerate(times)
             ],
             MemoryRecord({key: {"parameters": 8, "activations": 6} for key in range(len(tape))}, 20),
         )
@@ -64,21 +64,21 @@ def records(
 @pytest.mark.parametrize("checked", [DDP, FSDP])
 @given(lead=st.floats(-1e6, 1e6))
 def test_a_step_that_goes_as_simulated_is_measured_as_it_was_simulated(checked: Checked, lead: float) -> None:
-    seen, output = measured(checked, records(checked, 1.0, lead=lead)).timeline, simulate(checked)
-    for ours, theirs in zip(seen.events, output.events, strict=True):
+    measured_timeline, simulated = measured(checked, records(checked, 1.0, lead=lead)).timeline, simulate(checked)
+    for ours, theirs in zip(measured_timeline.events, simulated.events, strict=True):
         assert [event[:5] for event in ours] == [event[:5] for event in theirs]
         assert [event.end for event in ours] == pytest.approx([event.end for event in theirs], abs=1e-6)
         assert [event.start for event in ours] == pytest.approx([event.start for event in theirs], abs=1e-6)
 
 
 def test_of_several_steps_the_median_one_is_shown_and_ops_take_the_mean_of_the_middle_half() -> None:
-    seen, output = measured(DDP, records(DDP, 4.0, 1.0, 2.0, 9.0, 3.0)), simulate(DDP)
-    assert seen.timeline.end == pytest.approx(3 * output.end)
-    assert seen.steps == pytest.approx([times * output.end for times in (4, 1, 2, 9, 3)])
-    for event in output.events[0]:
-        assert seen.seconds[0][event.op] == pytest.approx(3 * (event.end - event.start))
-    assert seen.live == [{"parameters": 8, "activations": 6}] * 2
-    assert (seen.peaks, seen.bound) == ([20, 20], 1e-6)
+    result, simulated = measured(DDP, records(DDP, 4.0, 1.0, 2.0, 9.0, 3.0)), simulate(DDP)
+    assert result.timeline.end == pytest.approx(3 * simulated.end)
+    assert result.steps == pytest.approx([times * simulated.end for times in (4, 1, 2, 9, 3)])
+    for event in simulated.events[0]:
+        assert result.seconds[0][event.op] == pytest.approx(3 * (event.end - event.start))
+    assert result.live == [{"parameters": 8, "activations": 6}] * 2
+    assert (result.peaks, result.bound) == ([20, 20], 1e-6)
 
 
 def test_what_takes_twice_as_long_as_predicted_has_a_ratio_of_a_half_everywhere() -> None:
@@ -96,32 +96,32 @@ def test_what_takes_twice_as_long_as_predicted_has_a_ratio_of_a_half_everywhere(
 
 def broken() -> dict[int, RankRecord]:
     """Rank 1 failed in the second step, and nobody measured memory."""
-    found = records(DDP, 1.0, 1.0)
-    for record in found.values():
+    rank_records = records(DDP, 1.0, 1.0)
+    for record in rank_records.values():
         record.memory = None
-    step = found[1].steps[1]
+    step = rank_records[1].steps[1]
     step.ended, step.ops = None, {at: moments for at, moments in step.ops.items() if at < 12}
     step.ops[11] = step.ops[11]._replace(end=None)
-    return found
+    return rank_records
 
 
 def test_of_a_run_that_broke_off_what_there_is_is_shown() -> None:
-    found = broken()
-    seen = measured(DDP, found)
-    assert seen.steps == [pytest.approx(simulate(DDP).end)]
-    assert seen.missing == [
+    rank_records = broken()
+    result = measured(DDP, rank_records)
+    assert result.steps == [pytest.approx(simulate(DDP).end)]
+    assert result.missing == [
         f"rank 1 came no further than op 11 {DDP.program.tapes[1][11]} of recorded step 1",
         "memory was not measured on rank 0, 1",
     ]
-    for record in found.values():
+    for record in rank_records.values():
         del record.steps[0]
-    seen = measured(DDP, found)
-    assert seen.steps == []
-    assert [event.op for event in seen.timeline.events[1]] == [
+    result = measured(DDP, rank_records)
+    assert result.steps == []
+    assert [event.op for event in result.timeline.events[1]] == [
         at for at in range(11) if DDP.program.tapes[1][at].kind not in (OpKind.WAIT, OpKind.FREE)
     ]
-    assert "no step was recorded to its end on all ranks" in seen.missing
-    rows = compare(seen, simulate(DDP)).kinds
+    assert "no step was recorded to its end on all ranks" in result.missing
+    rows = compare(result, simulate(DDP)).kinds
     assert any(row.measured_ops < row.ops for row in rows if row.rank == 1)
     assert all(row.measured_ops == row.ops for row in rows if row.rank == 0 and row.kind not in COMMUNICATION)
 
@@ -132,31 +132,35 @@ def test_the_measured_times_of_a_rank_add_up_to_the_step_and_its_ops_to_the_time
     for row in comparison.ranks:
         times = [pair.measured or 0.0 for pair in (row.computing, row.exposed, row.idle)]
         assert sum(times) == pytest.approx(comparison.step.measured)
-        ops = [each for each in comparison.kinds if each.rank == row.rank and each.kind not in COMMUNICATION]
-        assert sum(each.seconds.measured or 0.0 for each in ops) == pytest.approx(times[0])
+        ops = [
+            kind_row
+            for kind_row in comparison.kinds
+            if kind_row.rank == row.rank and kind_row.kind not in COMMUNICATION
+        ]
+        assert sum(kind_row.seconds.measured or 0.0 for kind_row in ops) == pytest.approx(times[0])
 
 
 def test_a_rank_without_a_record_is_named_and_the_others_are_shown() -> None:
-    found = records(DDP, 1.0)
-    del found[0]
-    seen = measured(DDP, found)
-    assert seen.missing == ["rank 0 left no record"]
-    assert (seen.timeline.events[0], len(seen.steps)) == ([], 1)
+    rank_records = records(DDP, 1.0)
+    del rank_records[0]
+    result = measured(DDP, rank_records)
+    assert result.missing == ["rank 0 left no record"]
+    assert (result.timeline.events[0], len(result.steps)) == ([], 1)
     assert measured(DDP, {}).missing[-1] == "no step was recorded to its end on all ranks"
 
 
 def test_both_kinds_of_file_give_back_what_was_written(tmp_path: Path) -> None:
-    found, job = records(FSDP, 1.0, 3.0, lead=5.0), {"strategy": "fsdp"}
-    expected = measured(FSDP, found)
-    for record in found.values():
+    rank_records, job = records(FSDP, 1.0, 3.0, lead=5.0), {"strategy": "fsdp"}
+    expected = measured(FSDP, rank_records)
+    for record in rank_records.values():
         write_rank(tmp_path, job, FSDP.program.fingerprint(), record)
     parts = read_trace(tmp_path)
-    assert (parts.job, parts.records) == (job, found)
-    write_trace(tmp_path, job, FSDP, found)
+    assert (parts.job, parts.records) == (job, rank_records)
+    write_trace(tmp_path, job, FSDP, rank_records)
     for trace_file in (parts, read_trace(tmp_path)):
-        given_back = trace_file.measured(FSDP)
-        assert given_back.timeline.events == expected.timeline.events
-        assert {**vars(given_back), "timeline": 0} == {**vars(expected), "timeline": 0}
+        restored = trace_file.measured(FSDP)
+        assert restored.timeline.events == expected.timeline.events
+        assert {**vars(restored), "timeline": 0} == {**vars(expected), "timeline": 0}
 
 
 def test_a_trace_of_other_tapes_is_refused(tmp_path: Path) -> None:
@@ -167,29 +171,29 @@ def test_a_trace_of_other_tapes_is_refused(tmp_path: Path) -> None:
 
 def test_of_a_file_that_was_cut_off_the_steps_before_are_shown(tmp_path: Path) -> None:
     """Its lines are what ran, two steps of two ranks, and two memories."""
-    found = records(FSDP, 1.0, 3.0)
-    write_trace(tmp_path, {"strategy": "fsdp"}, FSDP, found)
+    rank_records = records(FSDP, 1.0, 3.0)
+    write_trace(tmp_path, {"strategy": "fsdp"}, FSDP, rank_records)
     path = tmp_path / "measured.jsonl"
     whole = path.read_text()
     lengths = [len(line) for line in whole.splitlines(keepends=True)]
     for cut in range(lengths[0], len(whole), 97):
         path.write_text(whole[:cut])
-        seen = read_trace(tmp_path).measured(FSDP)
-        kept = sum(sum(lengths[: end + 1]) <= cut + 1 for end in range(1, len(lengths)))
-        if kept < len(lengths) - 1:
-            assert seen.missing[0] == f"{path} is cut off: {kept} of its 6 entries can be read"
-        assert len(seen.steps) == min(2, kept // 2)
+        result = read_trace(tmp_path).measured(FSDP)
+        readable = sum(sum(lengths[: end + 1]) <= cut + 1 for end in range(1, len(lengths)))
+        if readable < len(lengths) - 1:
+            assert result.missing[0] == f"{path} is cut off: {readable} of its 6 entries can be read"
+        assert len(result.steps) == min(2, readable // 2)
 
 
 def test_a_ranks_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
-    found = records(FSDP, 1.0)
-    for record in found.values():
+    rank_records = records(FSDP, 1.0)
+    for record in rank_records.values():
         write_rank(tmp_path, {}, FSDP.program.fingerprint(), record)
     (tmp_path / "measured-rank-0.jsonl").write_bytes(b"\xff\x00{")
-    seen = read_trace(tmp_path).measured(FSDP)
-    assert "measured-rank-0.jsonl cannot be read as a trace" in seen.missing[0]
-    assert seen.missing[1] == "rank 0 left no record"
-    assert (seen.timeline.events[0], len(seen.steps)) == ([], 1)
+    result = read_trace(tmp_path).measured(FSDP)
+    assert "measured-rank-0.jsonl cannot be read as a trace" in result.missing[0]
+    assert result.missing[1] == "rank 0 left no record"
+    assert (result.timeline.events[0], len(result.steps)) == ([], 1)
 
 
 BAD = {
@@ -201,10 +205,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("content", "said"), BAD.items())
-def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path, content: str, said: str) -> None:
+@pytest.mark.parametrize(("content", "message"), BAD.items())
+def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "measured.jsonl").write_text(content)
-    with pytest.raises(UserError, match=rf"measured\.jsonl.*{said}"):
+    with pytest.raises(UserError, match=rf"measured\.jsonl.*{message}"):
         read_trace(tmp_path)
 
 

@@ -22,17 +22,21 @@ def test_an_ops_memory_is_before_its_own_result_is_stored() -> None:
 
 def test_results_of_communication_count_from_issue() -> None:
     timeline = run(prefetching, 4, 3, 4)
-    held = 3 * 2 * SQUARE // 4 + ROWS
-    assert [e.memory for e in events(timeline, OpKind.ALL_GATHER)] == [held, held + SQUARE, held + 2 * SQUARE]
-    assert event(timeline, OpKind.FORWARD, 0).memory == held + 3 * SQUARE
+    own_bytes = 3 * 2 * SQUARE // 4 + ROWS
+    assert [e.memory for e in events(timeline, OpKind.ALL_GATHER)] == [
+        own_bytes,
+        own_bytes + SQUARE,
+        own_bytes + 2 * SQUARE,
+    ]
+    assert event(timeline, OpKind.FORWARD, 0).memory == own_bytes + 3 * SQUARE
 
 
 def test_a_value_read_by_a_communication_stays_until_it_is_awaited() -> None:
     timeline = run(reductions_at_once, 2, 2, 2)
-    before = event(timeline, OpKind.ALL_REDUCE, 0).memory
-    assert event(timeline, OpKind.ALL_REDUCE, 1).memory == before + SQUARE
+    first_memory = event(timeline, OpKind.ALL_REDUCE, 0).memory
+    assert event(timeline, OpKind.ALL_REDUCE, 1).memory == first_memory + SQUARE
     # layer 0 has been awaited: its own gradient is gone, the sum and both of layer 1's are live
-    assert event(timeline, OpKind.UPDATE, 0).memory == before + 2 * SQUARE - SQUARE
+    assert event(timeline, OpKind.UPDATE, 0).memory == first_memory + 2 * SQUARE - SQUARE
 
 
 def test_a_value_never_stored_lives_until_its_op_ends() -> None:
@@ -106,18 +110,21 @@ def test_a_residual_that_autograd_keeps_counts_once_until_it_is_sent() -> None:
     job = Job(plan, 4, 1, GPT(layers=2, hidden_size=64, heads=4, seq_len=64), 2)
     traced = job.checked()
     sizes = traced.program.sizes
-    each = 4 * 2 * 64 * 64 // 2  # bytes of two sequences, cut in two
-    once, twice = (memory_in_bytes(traced, kept) for kept in (sizes, replace(sizes, saves_residual=())))
-    for tape, specs, less, more in zip(traced.program.tapes, traced.specs, once, twice, strict=True):
-        inside, seen = set[int](), set[int]()
+    residual_bytes = 4 * 2 * 64 * 64 // 2  # bytes of two sequences, cut in two
+    once, twice = (memory_in_bytes(traced, kept_sizes) for kept_sizes in (sizes, replace(sizes, saves_residual=())))
+    for tape, specs, counted_once, counted_twice in zip(traced.program.tapes, traced.specs, once, twice, strict=True):
+        live, residuals = set[int](), set[int]()
         for at, op in enumerate(tape):
-            assert more.before_ops[at] - less.before_ops[at] == each * len(inside), (at, str(op))
+            assert counted_twice.before_ops[at] - counted_once.before_ops[at] == residual_bytes * len(live), (
+                at,
+                str(op),
+            )
             if op.kind is OpKind.FORWARD:
-                inside |= {number for number in op.outputs if specs[number].kind is Kind.RESIDUAL}
+                live |= {number for number in op.outputs if specs[number].kind is Kind.RESIDUAL}
             elif op.kind in (OpKind.SEND, OpKind.FREE):
-                inside -= {*op.inputs}
-            seen |= inside
-        assert len(seen) == 2
+                live -= {*op.inputs}
+            residuals |= live
+        assert len(residuals) == 2
 
 
 HALVES = replace(Sizes.puzzle(2), saved=(1000, 7), saved_for_weight=(300, 2))
@@ -165,8 +172,8 @@ def test_what_is_kept_for_the_weights_half_goes_with_its_activation() -> None:
         rank.weights[0], rank.opt_states[0] = rank.update(0, gradient, rank.weights[0], rank.opt_states[0])
 
     sizes = replace(Sizes.puzzle(1), saved=(1000,), saved_for_weight=(300,))
-    looked, again = events(run(half_of_it_thrown_away, 1, sizes, 2), OpKind.BACKWARD_INPUT)
-    assert again.memory == looked.memory
+    first, second = events(run(half_of_it_thrown_away, 1, sizes, 2), OpKind.BACKWARD_INPUT)
+    assert second.memory == first.memory
 
 
 def test_the_gradient_of_the_tokens_is_freed_at_once_if_no_op_uses_it() -> None:
@@ -222,9 +229,11 @@ def test_an_update_of_a_slice_ends_the_whole_weight_and_a_gather_brings_it_back(
         rank.weights[0] = await rank.all_gather(new)
 
     timeline = run(zero_1, 4, 1, 4)
-    before = event(timeline, OpKind.UPDATE, 0).memory
+    update_memory = event(timeline, OpKind.UPDATE, 0).memory
     gather = event(timeline, OpKind.ALL_GATHER, 0)
-    assert before - gather.memory == SQUARE - SQUARE // 4 + SQUARE, "the old weight but its slice, and the gradient"
+    assert update_memory - gather.memory == SQUARE - SQUARE // 4 + SQUARE, (
+        "the old weight but its slice, and the gradient"
+    )
 
 
 def test_one_value_under_two_keys_counts_once() -> None:

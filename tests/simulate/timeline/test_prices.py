@@ -22,8 +22,8 @@ from tests.support.passing import gradients
 
 async def reduces_twice(rank: Rank) -> None:
     """Two reductions at once, each on a group of its own."""
-    for l, made in gradients(rank):
-        rank.grad_weights[l] = made
+    for l, grad_weight in gradients(rank):
+        rank.grad_weights[l] = grad_weight
     first = [rank.all_reduce(rank.grad_weights.pop(l), axis=axis) for l, axis in AXES_OF.items()]
     half = [await handle for handle in first]
     for (l, axis), gradient in zip(AXES_OF.items(), half, strict=True):
@@ -58,10 +58,10 @@ def test_a_transfer_starts_when_both_ends_have_come_and_ends_for_both_at_once() 
     entry = STRATEGIES["pipeline"]
     checked = check(trace(entry.program, entry.mesh(2), 2, 2))
     times = Clocks(checked, FakePrices()).run()
-    for message in (each for each in checked.communications if each.stream is Stream.MESSAGE):
-        (sender, _, sent), (receiver, _, received) = message.participants
-        assert times.starts[sender][sent] == times.starts[receiver][received]
-        assert times.ends[sender][sent] == times.ends[receiver][received]
+    for message in (operation for operation in checked.communications if operation.stream is Stream.MESSAGE):
+        (sender, _, send), (receiver, _, receive) = message.participants
+        assert times.starts[sender][send] == times.starts[receiver][receive]
+        assert times.ends[sender][send] == times.ends[receiver][receive]
 
 
 async def both_send_first(rank: Rank) -> None:
@@ -94,25 +94,25 @@ def test_the_whole_value_is_priced_whichever_way_it_is_cut() -> None:
 
 
 def test_identical_work_is_priced_once() -> None:
-    asked: list[OpKind] = []
+    priced_kinds: list[OpKind] = []
 
     class Counting(FakePrices):
         def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-            asked.append(op.kind)
+            priced_kinds.append(op.kind)
             return 1.0
 
     entry = STRATEGIES["gpipe"]
     Clocks(check(trace(entry.program, entry.mesh(4), 4, 16)), Counting()).run()
-    assert asked.count(OpKind.FORWARD) == asked.count(OpKind.BACKWARD) == 4  # of 64
+    assert priced_kinds.count(OpKind.FORWARD) == priced_kinds.count(OpKind.BACKWARD) == 4  # of 64
 
 
 def test_the_price_list_knows_the_sizes_that_the_table_says() -> None:
     checked = check(trace(STRATEGIES["3d"].program, STRATEGIES["3d"].mesh(8), 2, 4))
     sizes = replace(checked.program.sizes, saved=tuple(range(1000, 1000 + checked.program.layers)))
-    known = Bytes(sizes)
+    bytes_of = Bytes(sizes)
     for specs in checked.specs:
         for spec in specs.values():
-            assert known(spec) == sizes.bytes(spec)
+            assert bytes_of(spec) == sizes.bytes(spec)
     assert PriceList(checked, Costs()).compute(checked.program.tapes[0][0], checked.specs[0]) == 0.0
 
 
@@ -133,13 +133,13 @@ def test_the_halves_of_a_backward_pass_are_the_whole() -> None:
 
 def test_passes_are_paid_for_each_microbatch_and_other_ops_once() -> None:
     costs = Costs(forward=2, recompute=3, backward_input=1, backward_weight=4, loss=6, add=7, update=8)
-    each = {OpKind.FORWARD: 2, OpKind.RECOMPUTE: 3, OpKind.BACKWARD: 5}
-    once = {OpKind.LOSS: 6, OpKind.ADD: 7, OpKind.UPDATE: 8}
+    microbatch_seconds = {OpKind.FORWARD: 2, OpKind.RECOMPUTE: 3, OpKind.BACKWARD: 5}
+    step_seconds = {OpKind.LOSS: 6, OpKind.ADD: 7, OpKind.UPDATE: 8}
     for kind in OpKind:
-        if kind in each:
-            assert costs.duration(kind, 3) == 3 * each[kind]
-        elif kind in once:
-            assert costs.duration(kind, 3) == once[kind]
+        if kind in microbatch_seconds:
+            assert costs.duration(kind, 3) == 3 * microbatch_seconds[kind]
+        elif kind in step_seconds:
+            assert costs.duration(kind, 3) == step_seconds[kind]
 
 
 def test_loading_and_bookkeeping_are_free() -> None:
@@ -189,9 +189,9 @@ def test_one_device_takes_exactly_what_the_puzzle_says() -> None:
 
 def test_steps_is_when_the_last_op_starts_and_end_when_it_ends() -> None:
     timeline = run(STRATEGIES["fsdp"].program, 4, 6, 4)
-    every = [event for events in timeline.events for event in events]
-    assert timeline.steps == pytest.approx(max(event.start for event in every))
-    assert timeline.end == pytest.approx(max(event.end for event in every))
+    all_events = [event for events in timeline.events for event in events]
+    assert timeline.steps == pytest.approx(max(event.start for event in all_events))
+    assert timeline.end == pytest.approx(max(event.end for event in all_events))
 
 
 def test_peak_memory_is_the_largest_over_the_ranks() -> None:

@@ -39,10 +39,10 @@ def test_forward_and_backward_cost_their_microbatches() -> None:
 
 def test_a_reduction_runs_while_the_layer_below_computes() -> None:
     timeline = run(STRATEGIES["ddp"].program, 2, 2, 2, COSTS)
-    reduction, below = event(timeline, OpKind.ALL_REDUCE, 1), event(timeline, OpKind.BACKWARD, 0)
-    assert reduction.start == below.start == event(timeline, OpKind.BACKWARD, 1).end
+    reduction, backward = event(timeline, OpKind.ALL_REDUCE, 1), event(timeline, OpKind.BACKWARD, 0)
+    assert reduction.start == backward.start == event(timeline, OpKind.BACKWARD, 1).end
     assert reduction.end == reduction.start + 0.75
-    assert below.end == below.start + 2
+    assert backward.end == backward.start + 2
 
 
 def test_compute_waits_where_the_program_awaits() -> None:
@@ -75,9 +75,9 @@ def test_gathers_issued_early_hide_behind_compute() -> None:
 def test_a_receive_starts_no_earlier_than_its_send_ends() -> None:
     entry = STRATEGIES["pipeline"]
     timeline = run(entry.program, entry.mesh(2), 2, 2, COSTS)
-    (sent,), (received,) = events(timeline, OpKind.SEND, 0), events(timeline, OpKind.RECV, 1)
-    assert (sent.start, sent.end) == (2, 2.25)
-    assert (received.start, received.end) == (2.25, 2.375)
+    (send,), (receive,) = events(timeline, OpKind.SEND, 0), events(timeline, OpKind.RECV, 1)
+    assert (send.start, send.end) == (2, 2.25)
+    assert (receive.start, receive.end) == (2.25, 2.375)
     assert event(timeline, OpKind.FORWARD, 1, rank=1).start == 2.375
 
 
@@ -92,15 +92,15 @@ def test_a_receive_posted_early_holds_nothing_up() -> None:
 
 def test_a_send_that_is_not_awaited_runs_beside_the_update() -> None:
     timeline = run(early_receive, 2, 2, 2, COSTS)
-    (sent,) = events(timeline, OpKind.SEND, 1)
-    assert event(timeline, OpKind.UPDATE, 1, rank=1).start == sent.start
+    (send,) = events(timeline, OpKind.SEND, 1)
+    assert event(timeline, OpKind.UPDATE, 1, rank=1).start == send.start
 
 
 def test_recomputation_costs_a_forward_and_stands_on_the_timeline() -> None:
     timeline = run(recomputing, 1, 2, 3, COSTS)
-    saved = run(STRATEGIES["single"].program, 1, 2, 3, COSTS)
+    single = run(STRATEGIES["single"].program, 1, 2, 3, COSTS)
     assert [e.layer for e in events(timeline, OpKind.RECOMPUTE)] == [1, 0]
-    assert timeline.end == saved.end + 2 * 3
+    assert timeline.end == single.end + 2 * 3
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -114,8 +114,8 @@ def test_no_rank_does_two_things_at_once_on_one_stream(name: str) -> None:
             [e for e in rank if e.kind not in communication],
         ):
             stream.sort(key=lambda e: (e.start, e.end))
-            for before, after in itertools.pairwise(stream):
-                assert after.start >= before.end - 1e-9
+            for previous, following in itertools.pairwise(stream):
+                assert following.start >= previous.end - 1e-9
 
 
 def test_wait_and_free_are_no_events() -> None:
@@ -152,8 +152,8 @@ KINDS = ROOTED | {OpKind.BARRIER}
 
 def test_each_takes_a_collectives_time_on_all_members() -> None:
     timeline = run(by_root, by_root_mesh(4), 2, 4)
-    taken = {(e.kind, round(e.end - e.start, 9)) for events in timeline.events for e in events if e.kind in KINDS}
-    assert taken == {(kind, PUZZLE_COSTS.collective) for kind in KINDS}
+    durations = {(e.kind, round(e.end - e.start, 9)) for events in timeline.events for e in events if e.kind in KINDS}
+    assert durations == {(kind, PUZZLE_COSTS.collective) for kind in KINDS}
 
 
 async def late(rank: Rank) -> None:
@@ -184,12 +184,12 @@ def test_the_server_keeps_its_weights_where_they_are_and_others_get_a_copy() -> 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_broadcast_goes_along_a_chain_and_a_reduce_back(ranks: int) -> None:
-    layers, each = 3, traffic(check(trace(parameter_server, ranks, 3, ranks)))
+    layers, traffic_by_rank = 3, traffic(check(trace(parameter_server, ranks, 3, ranks)))
     passes_on = [1, *(1 for _ in range(ranks - 2)), 0]
     reduces = [0, *(1 for _ in range(ranks - 1))]
-    for sent, down, up in zip(each, passes_on, reduces, strict=True):
-        assert (sent.collectives, sent.messages) == (2 * layers, 0)
-        assert sent.weights == sent.bytes == layers * (down + up) * WEIGHT * 4
+    for rank_traffic, down, up in zip(traffic_by_rank, passes_on, reduces, strict=True):
+        assert (rank_traffic.collectives, rank_traffic.messages) == (2 * layers, 0)
+        assert rank_traffic.weights == rank_traffic.bytes == layers * (down + up) * WEIGHT * 4
 
 
 def test_a_scatters_root_sends_all_but_its_own_and_in_a_gather_all_others_send() -> None:

@@ -63,38 +63,38 @@ def test_no_block_is_left_out_of_short_stages_or_without_extra_blocks() -> None:
 
 def test_blocks_that_are_recomputed_and_others_have_gaps_of_their_own() -> None:
     model = short(mesh={"dp_shard": 8, "tp": 8}, recompute=tuple(range(30)))
-    before, after = model.gaps
-    assert before.stop <= after.start
+    recomputed_gap, kept_gap = model.gaps
+    assert recomputed_gap.stop <= kept_gap.start
     assert isinstance(model.plan.recompute, tuple)
-    assert len(model.plan.recompute) == 30 - before.missing_blocks
+    assert len(model.plan.recompute) == 30 - recomputed_gap.missing_blocks
 
 
 GROUP = Group("dp_shard", (0, 1))
 
 
 def step(seconds: float, bytes: int, peak: int, layer: int) -> CompressedStep:
-    found = MemoryPeak(peak, (peak, 0, 0, 0, 0, 0, 0), OpKind.FORWARD, layer)
-    return CompressedStep([Compute(seconds)], MemoryChange(bytes, (bytes, 0, 0, 0, 0, 0, 0), found))
+    memory_peak = MemoryPeak(peak, (peak, 0, 0, 0, 0, 0, 0), OpKind.FORWARD, layer)
+    return CompressedStep([Compute(seconds)], MemoryChange(bytes, (bytes, 0, 0, 0, 0, 0, 0), memory_peak))
 
 
 @given(st.integers(1, 9), st.integers(-3, 3), st.integers(0, 5), st.sampled_from([-4, 4]))
 def test_an_extended_step_equals_its_segments_one_after_the_other(
-    more: int, bytes: int, above: int, distance: int
+    repetitions: int, bytes: int, peak: int, distance: int
 ) -> None:
-    repeated = step(2.0, bytes, above, 40)
-    extended = extend_step([StepSegment(step(1.0, 7, 9, 3)), StepSegment(repeated, more, distance)])
-    one_by_one = [step(1.0, 7, 9, 3), *(step(2.0, bytes, above, 40 + at * distance) for at in range(more + 1))]
-    expected = extend_step([StepSegment(each) for each in one_by_one])
+    repeated = step(2.0, bytes, peak, 40)
+    extended = extend_step([StepSegment(step(1.0, 7, 9, 3)), StepSegment(repeated, repetitions, distance)])
+    one_by_one = [step(1.0, 7, 9, 3), *(step(2.0, bytes, peak, 40 + at * distance) for at in range(repetitions + 1))]
+    expected = extend_step([StepSegment(one_step) for one_step in one_by_one])
     assert extended[1:] == expected[1:]
     (entry,) = extended.entries
     assert isinstance(entry, Compute)
-    assert entry.seconds == 1.0 + 2.0 * (more + 1)
+    assert entry.seconds == 1.0 + 2.0 * (repetitions + 1)
 
 
 def test_a_repeated_wait_is_for_the_collective_of_its_own_repetition() -> None:
     """Each repetition of a first segment starts two collectives; later each repetition awaits one of them."""
-    nothing = (0,) * 7
-    starts = CompressedStep([LocalCollective(GROUP, 1.0), LocalCollective(GROUP, 1.0)], MemoryChange(0, nothing, None))
-    waits = CompressedStep([AwaitCollective(GROUP, 8, OpKind.ALL_GATHER, 2)], MemoryChange(0, nothing, None))
+    no_bytes = (0,) * 7
+    starts = CompressedStep([LocalCollective(GROUP, 1.0), LocalCollective(GROUP, 1.0)], MemoryChange(0, no_bytes, None))
+    waits = CompressedStep([AwaitCollective(GROUP, 8, OpKind.ALL_GATHER, 2)], MemoryChange(0, no_bytes, None))
     extended = extend_step([StepSegment(starts, 3, 4, {GROUP: 2}), StepSegment(waits, 3, 4, {GROUP: 0})])
     assert [entry.ago for entry in extended.entries if isinstance(entry, AwaitCollective)] == [8, 6, 4, 2]

@@ -67,8 +67,8 @@ def measured(contention: float, lag: Lag = NO_LAG) -> Cluster:
     collectives = {(verb, ranks): AlphaBeta(ranks * 1e-5, 1e-10) for verb in verbs for ranks in range(2, 9)}
     families = ("matmul", "attention", "pointwise", "update")
     kernels = {(family, "float32"): Rate(1e-5, 1e12, 1e10) for family in families}
-    beside = {(f"op:{kind.value}", "float32"): Rate(n * 1e-6, 0.0, 0.0) for n, kind in enumerate(OpKind)}
-    message, rates = AlphaBeta(2e-5, 1e-10), kernels | beside
+    overheads = {(f"op:{kind.value}", "float32"): Rate(n * 1e-6, 0.0, 0.0) for n, kind in enumerate(OpKind)}
+    message, rates = AlphaBeta(2e-5, 1e-10), kernels | overheads
     return Cluster.of_profile(Profile(machine, collectives, message, rates, 1e12, contention=contention, lag=lag))
 
 
@@ -126,8 +126,8 @@ def workloads(draw: st.DrawFn, depth: st.SearchStrategy[int], most_microbatches:
         if draw(st.booleans()) and len(layers) == mesh.pp and schedule in ("1f1b", "gpipe", "zb-h1"):
             assume(not workload.sizes.blocks or units % 2)
             blocks = units // 2 if workload.sizes.blocks else units
-            named = Plan.from_dict(plan.as_dict() | {"layers_per_stage": layers, "recompute": "full"})
-            workload = replace(workload, plan=named, model=replace(model, layers=max(1, blocks)))
+            imported_plan = Plan.from_dict(plan.as_dict() | {"layers_per_stage": layers, "recompute": "full"})
+            workload = replace(workload, plan=imported_plan, model=replace(model, layers=max(1, blocks)))
         assume(can_compress(workload))
         if workload.model.layers < 10:
             workload.traced  # noqa: B018  # whatever is refused is refused here
@@ -141,11 +141,11 @@ def compare(workload: Workload) -> None:
     """Compare the compressed replay of a workload with the replay of every op."""
     plan, whole = workload.plan, workload.estimate()
     assert isinstance(plan, Plan)
-    each = workload.microbatches // plan.data_ranks
-    replay = CompressedReplay(workload, each)
-    seconds, peaks = replay(each)
+    count = workload.microbatches // plan.data_ranks
+    replay = CompressedReplay(workload, count)
+    seconds, peaks = replay(count)
     assert seconds == pytest.approx(whole.step, rel=1e-9)
-    parts, expected = replay.parts(each), whole.parts
+    parts, expected = replay.parts(count), whole.parts
     assert max(abs(parts.get(name, 0.0) - expected.get(name, 0.0)) for name in {*parts, *expected}) < 1e-9 * whole.step
     assert [asdict(replace(peak, microbatches=0)) for peak in whole.peaks] == list(map(asdict, peaks))
 
@@ -165,15 +165,15 @@ def test_a_compressed_replay_equals_the_replay_of_every_op(workload: Workload) -
 def test_a_short_model_tells_the_step_of_the_whole_model(workload: Workload) -> None:
     plan = workload.plan
     assert isinstance(plan, Plan)
-    each = workload.microbatches // plan.data_ranks
+    count = workload.microbatches // plan.data_ranks
     try:
-        seconds, peaks = CompressedReplay(workload, each)(each)
+        seconds, peaks = CompressedReplay(workload, count)(count)
     except UserError:
         assume(False)
         raise
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardlab.simulate.predict.forecast.EXTRA_BLOCKS", (None,))
-        whole = CompressedReplay(workload, each)(each)
+        whole = CompressedReplay(workload, count)(count)
     assert seconds == pytest.approx(whole[0], rel=1e-9)
     assert peaks == whole[1]
 
@@ -205,7 +205,7 @@ def test_ranks_of_one_kind_share_their_compressed_steps() -> None:
 
 def test_a_compressed_rank_has_every_verb_that_plans_use() -> None:
     """The type checker verifies this too: the code that follows a plan takes a `PlanRank`."""
-    verbs = {name for name, each in vars(PlanRank).items() if inspect.isfunction(each) and not name.startswith("_")}
+    verbs = {name for name, method in vars(PlanRank).items() if inspect.isfunction(method) and not name.startswith("_")}
     assert {"all_gather", "update", "direction"} <= verbs
     assert verbs <= set(dir(CompressedRank))
     assert verbs <= set(dir(Rank))
