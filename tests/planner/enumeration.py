@@ -87,8 +87,8 @@ def shape_of(line: Candidate) -> PlanShape:
 
 def blocks_of(problem: Problem, shape: PlanShape) -> ModelLayers:
     """The model in the layers of a shape's plans."""
-    again = "selective" if shape.recompute == "selective" else "none"
-    return plan_layers(problem.model, replace(shape.candidate.plan, recompute=again))
+    recompute = "selective" if shape.recompute == "selective" else "none"
+    return plan_layers(problem.model, replace(shape.candidate.plan, recompute=recompute))
 
 
 def shapes(problem: Problem) -> Iterator[PlanShape]:
@@ -110,7 +110,7 @@ def _of_mesh(problem: Problem, mesh: Mesh) -> Iterator[PlanShape]:
     words: tuple[Context, ...] = get_args(Context) if mesh.cp > 1 else ("ring",)
     contexts = limits.values_to_try("context", words)
     degrees = limits.values_to_try(
-        "ulysses_degree", (None, *(each for each in divisors(mesh.cp) if 1 < each < mesh.cp))
+        "ulysses_degree", (None, *(degree for degree in divisors(mesh.cp) if 1 < degree < mesh.cp))
     )
     either = {"context", "ulysses_degree"} & set(limits.fixed)
     recomputes: tuple[str | tuple[int, ...], ...] = (*SHARES, *(["selective"] if problem.model.dropout else []))
@@ -131,8 +131,8 @@ def candidates(problem: Problem, shape: PlanShape) -> Iterator[Candidate]:
 
 def candidates_of_pipeline(problem: Problem, shape: PlanShape, plan: Plan) -> Iterator[Candidate]:
     """Every candidate of a shape's plan that shards nothing yet, and that the recipe's framework runs."""
-    for each in sharded(problem, plan):
-        candidate = Candidate(each, shape.micro_batch_size, shape.precision)
+    for sharded_plan in sharded(problem, plan):
+        candidate = Candidate(sharded_plan, shape.micro_batch_size, shape.precision)
         if is_legal(problem, candidate):
             yield candidate
 
@@ -158,10 +158,11 @@ def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
 def _shardings(problem: Problem, mesh: Mesh) -> list[tuple[Axes, ...]]:
     """Axes over which parameters, gradients and the optimizer's state are cut, each over two ranks or more."""
     fixed, sizes = problem.limits.fixed, mesh.sizes()
-    own = [
-        tuple(fixed.get(name, axes) for name, axes in zip(SHARDED, each, strict=True)) for each in _usual(mesh, fixed)
+    options = [
+        tuple(fixed.get(name, axes) for name, axes in zip(SHARDED, option, strict=True))
+        for option in _usual(mesh, fixed)
     ]
-    return [each for each in dict.fromkeys(own) if all(sizes[axis] > 1 for axes in each for axis in axes)]
+    return [option for option in dict.fromkeys(options) if all(sizes[axis] > 1 for axes in option for axis in axes)]
 
 
 def _usual(mesh: Mesh, fixed: Container[str]) -> Iterator[tuple[Axes, Axes, Axes]]:
@@ -192,27 +193,27 @@ def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
         ):
             try:
                 plan = replace(base, schedule=schedule, stages_per_rank=stages)
-                again = recomputed_blocks(shape.recompute, model, plan.bounds(model.pipeline_units))
-                yield plan if plan.recompute == again else replace(plan, recompute=again)
+                recompute = recomputed_blocks(shape.recompute, model, plan.bounds(model.pipeline_units))
+                yield plan if plan.recompute == recompute else replace(plan, recompute=recompute)
             except UserError:
                 continue
 
 
 def follows(problem: Problem, shape: PlanShape, plan: Plan) -> bool:
     """Whether a plan's schedule can be followed with as many microbatches as there are."""
-    each = problem.sequences // (plan.data_ranks * shape.micro_batch_size)
+    microbatches = problem.sequences // (plan.data_ranks * shape.micro_batch_size)
     units = blocks_of(problem, shape).pipeline_units
     try:
-        plan.steps(units, few_of(each, shape.mesh.pp) * plan.data_ranks)
+        plan.steps(units, few_of(microbatches, shape.mesh.pp) * plan.data_ranks)
     except UserError:
         return False
     return True
 
 
-def few_of(each: int, pp: int) -> int:
+def few_of(microbatches: int, pp: int) -> int:
     """Fewer microbatches for each data-parallel rank, with which a schedule is legal if it is with all of them; some of
     them are neither the first nor the last."""
-    return each if each <= 4 * pp else max(4, 2 * pp) + each % (2 * pp)
+    return microbatches if microbatches <= 4 * pp else max(4, 2 * pp) + microbatches % (2 * pp)
 
 
 def divides(problem: Problem, shape: PlanShape) -> bool:

@@ -24,25 +24,25 @@ def problem(
     return Problem(replace(SMALL, **model), cluster, sequences, (find_precision("bf16"),), limits=limits or Limits())
 
 
-def every_candidate(asked: Problem) -> list[Candidate]:
-    return [candidate for shape in shapes(asked) for candidate in candidates(asked, shape)]
+def every_candidate(problem: Problem) -> list[Candidate]:
+    return [candidate for shape in shapes(problem) for candidate in candidates(problem, shape)]
 
 
 @cache
 def every_answer(name: str) -> list[tuple[Candidate, Answer]]:
     """Every candidate of a problem of `EXHAUSTED` that can be run, and its forecast."""
-    asked = EXHAUSTED[name]
-    found = [(candidate, answer_request(asked, Query(candidate))) for candidate in every_candidate(asked)]
-    return [(candidate, each) for candidate, each in found if each is not None]
+    problem = EXHAUSTED[name]
+    answers = [(candidate, answer_request(problem, Query(candidate))) for candidate in every_candidate(problem)]
+    return [(candidate, answer) for candidate, answer in answers if answer is not None]
 
 
 @cache
 def fastest_seconds(name: str) -> float:
     """Return the seconds of the fastest plan that fits of a problem of `EXHAUSTED`, from the forecasts of all plans."""
     return min(
-        each.forecast.seconds
-        for _, each in every_answer(name)
-        if each.forecast.memory.fits and each.forecast.memory.safe
+        answer.forecast.seconds
+        for _, answer in every_answer(name)
+        if answer.forecast.memory.fits and answer.forecast.memory.safe
     )
 
 

@@ -23,13 +23,13 @@ LLAMA = Llama(layers=8, heads=8, kv_heads=8, hidden_size=512, ffn_hidden_size=15
 
 def near(plan: Plan, recipe: str = "shardlab") -> dict[str, Plan]:
     """Alternatives to a plan, by what is said of them."""
-    asked: Problem = replace(problem(plan.mesh.world, 32), model=LLAMA, recipe=find_recipe(recipe))
-    chosen = Candidate(plan, 1, find_precision("bf16"))
-    return {choice: other.plan for _, choice, other in neighbours(asked, chosen)}
+    search_problem: Problem = replace(problem(plan.mesh.world, 32), model=LLAMA, recipe=find_recipe(recipe))
+    candidate = Candidate(plan, 1, find_precision("bf16"))
+    return {choice: other.plan for _, choice, other in neighbours(search_problem, candidate)}
 
 
 def differing(one: Plan, other: Plan) -> set[str]:
-    return {each.name for each in fields(Plan) if getattr(one, each.name) != getattr(other, each.name)}
+    return {field.name for field in fields(Plan) if getattr(one, field.name) != getattr(other, field.name)}
 
 
 def test_blocks_that_are_computed_again_stay_the_same_on_another_mesh() -> None:
@@ -45,8 +45,10 @@ def test_what_must_follow_a_choice_is_reported() -> None:
     assert near(pipeline)["pp 1 instead of 2 (--schedule 1f1b)"].recompute == (0,)
     assert "interleaved-1f1b instead of zb-h1 (--stages-per-rank 2)" in near(pipeline)
     gathered: dict[str, Any] = dict.fromkeys(SHARDED, ("dp_shard",))
-    kept = Plan(Mesh(dp_shard=8), reshard_after="step", **gathered)
-    assert near(kept)["ZeRO-2 instead of ZeRO-3"].reshard_after == "layer", "what means nothing then is not told"
+    until_step_end = Plan(Mesh(dp_shard=8), reshard_after="step", **gathered)
+    assert near(until_step_end)["ZeRO-2 instead of ZeRO-3"].reshard_after == "layer", (
+        "what means nothing then is not told"
+    )
 
 
 def test_alternatives_are_as_the_recipe_does_it() -> None:
@@ -67,45 +69,49 @@ SMALL = Llama(layers=1, heads=2, kv_heads=2, hidden_size=64, ffn_hidden_size=153
 
 def test_memory_is_as_much_only_where_a_hundredth_differs() -> None:
     """Whatever the size of the model."""
-    asked = replace(problem(2, 4), model=SMALL)
-    cluster = replace(asked.cluster, device=replace(asked.cluster.device, memory=2.0**40))
+    search_problem = replace(problem(2, 4), model=SMALL)
+    cluster = replace(search_problem.cluster, device=replace(search_problem.cluster.device, memory=2.0**40))
     plain = replace(
-        asked, cluster=cluster, recipe=replace(asked.recipe, memory=replace(asked.recipe.memory, context_bytes=0.0))
+        search_problem,
+        cluster=cluster,
+        recipe=replace(search_problem.recipe, memory=replace(search_problem.recipe.memory, context_bytes=0.0)),
     )
     one, two = (Candidate(Plan(Mesh(dp_shard=2)), size, find_precision("bf16")) for size in (1, 2))
-    chosen, other = (answer_request(plain, Query(each, shares=True)) for each in (one, two))
-    assert isinstance(chosen, Answer)
-    assert isinstance(other, Answer)
-    assert alternative_text(Alternative("batch", "", two, other), chosen, plain).startswith("+")
-    assert alternative_text(Alternative("batch", "", one, chosen), chosen, plain).startswith("as much memory")
+    one_answer, two_answer = (answer_request(plain, Query(candidate, shares=True)) for candidate in (one, two))
+    assert isinstance(one_answer, Answer)
+    assert isinstance(two_answer, Answer)
+    assert alternative_text(Alternative("batch", "", two, two_answer), one_answer, plain).startswith("+")
+    assert alternative_text(Alternative("batch", "", one, one_answer), one_answer, plain).startswith("as much memory")
 
 
 def test_shares_below_nothing_are_said_to_be_nothing() -> None:
     """As parts of a step are when they are extended to all microbatches."""
-    asked = problem(2, 4)
-    one = Candidate(Plan(Mesh(dp_shard=2)), 1, find_precision("bf16"))
-    made = answer_request(asked, Query(one, shares=True))
-    assert isinstance(made, Answer)
-    chosen = replace(made, shares=StepShares({"compute": 1.0004, "idle": -0.0004}))
-    other = replace(made, shares=StepShares({"compute": 0.891, "idle": 0.109 + 0.002}))
-    assert alternative_text(Alternative("speed", "", one, other), chosen, asked).endswith("(idle 0.0% → 11.1%)")
+    search_problem = problem(2, 4)
+    candidate = Candidate(Plan(Mesh(dp_shard=2)), 1, find_precision("bf16"))
+    answer = answer_request(search_problem, Query(candidate, shares=True))
+    assert isinstance(answer, Answer)
+    best = replace(answer, shares=StepShares({"compute": 1.0004, "idle": -0.0004}))
+    other = replace(answer, shares=StepShares({"compute": 0.891, "idle": 0.109 + 0.002}))
+    assert alternative_text(Alternative("speed", "", candidate, other), best, search_problem).endswith(
+        "(idle 0.0% → 11.1%)"
+    )
 
 
 def test_a_plan_found_with_as_many_ranks_along_an_axis_is_named_where_it_is_faster() -> None:
-    asked = problem(4, 8)
+    search_problem = problem(4, 8)
     bf16 = find_precision("bf16")
-    chosen, alone = Candidate(Plan(Mesh(dp_shard=4)), 1, bf16), Candidate(Plan(Mesh(dp_shard=2, tp=2)), 1, bf16)
+    best, alone = Candidate(Plan(Mesh(dp_shard=4)), 1, bf16), Candidate(Plan(Mesh(dp_shard=2, tp=2)), 1, bf16)
     with_more = Candidate(Plan(Mesh(dp_shard=2, tp=2), sequence_parallel=True), 4, bf16)
-    made = answer_request(asked, Query(chosen))
-    assert isinstance(made, Answer)
-    slow, fast = (replace(made.forecast, seconds=made.forecast.seconds * times) for times in (1.8, 1.012))
-    found = [PlanOutcome(chosen, made.forecast), PlanOutcome(with_more, fast), PlanOutcome(alone, slow)]
-    better = better_than(alone, chosen, found)
-    assert better == found[1]
-    assert better_than(with_more, chosen, found) is None
-    assert better_than(replace(chosen, micro_batch_size=2), chosen, found) is None, "it names no axis"
-    text = alternative_text(Alternative("speed", "", alone, Answer(slow, None), better), made, asked)
+    answer = answer_request(search_problem, Query(best))
+    assert isinstance(answer, Answer)
+    slow, fast = (replace(answer.forecast, seconds=answer.forecast.seconds * times) for times in (1.8, 1.012))
+    outcomes = [PlanOutcome(best, answer.forecast), PlanOutcome(with_more, fast), PlanOutcome(alone, slow)]
+    better = better_than(alone, best, outcomes)
+    assert better == outcomes[1]
+    assert better_than(with_more, best, outcomes) is None
+    assert better_than(replace(best, micro_batch_size=2), best, outcomes) is None, "it names no axis"
+    text = alternative_text(Alternative("speed", "", alone, Answer(slow, None), better), answer, search_problem)
     assert text == "as much memory, step +80.0%; with others changed too, step +1.2%: replicate 2, tp 2, mb 4"
     assert "others changed" not in alternative_text(
-        Alternative("speed", "", alone, Answer(fast, None), better), made, asked
+        Alternative("speed", "", alone, Answer(fast, None), better), answer, search_problem
     )

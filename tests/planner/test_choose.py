@@ -23,17 +23,17 @@ from tests.planner.problems import problem
 
 
 @cache
-def chosen(ops: int | None = None) -> PlanChoice:
+def choose_plan(ops: int | None = None) -> PlanChoice:
     """A choice of a pipeline of which at most so many ops are traced."""
-    asked = problem(sequences=32, limits=Limits({"pp": 4, "schedule": "gpipe", "recompute": "none"}, {}, 1))
+    search_problem = problem(sequences=32, limits=Limits({"pp": 4, "schedule": "gpipe", "recompute": "none"}, {}, 1))
 
     with trace_limits(ops):
-        return choose(asked, Workers(asked))
+        return choose(search_problem, Workers(search_problem))
 
 
 def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same() -> None:
     """Its forecast and what its time goes to replay stages as wholes; the critical path takes every op."""
-    whole, cut = chosen(), chosen(1000)
+    whole, cut = choose_plan(), choose_plan(1000)
     assert cut.best == whole.best
     assert cut.answer.forecast == whole.answer.forecast
     assert cut.answer.shares == whole.answer.shares is not None
@@ -46,9 +46,9 @@ def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same()
 
 
 def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
-    asked = problem(limits=Limits({"recompute": "none", "cp": 1, "pp": 1}, {}, 1))
+    search_problem = problem(limits=Limits({"recompute": "none", "cp": 1, "pp": 1}, {}, 1))
 
-    late = choose(asked, Workers(asked), budget=Budget(seconds=1e-9))
+    late = choose(search_problem, Workers(search_problem), budget=Budget(seconds=1e-9))
     assert late.best.fits
     assert (late.alternatives, late.path, late.answer.shares) == ([], {}, None)
     console = Console(record=True, width=80)
@@ -61,13 +61,13 @@ def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
 
 
 def test_the_report_says_how_much_was_searched_and_what_no_plan_can_undercut() -> None:
-    whole = chosen()
-    least = whole.problem.workload(whole.best.candidate).mfu(1.0)
+    whole = choose_plan()
+    lower_bound = whole.problem.workload(whole.best.candidate).mfu(1.0)
     assert search_text(whole).startswith("best of 1 simulated plan, after 1 estimate, in ")
     assert search_text(whole).endswith(
-        f"no plan can be faster than {seconds_text(least)}, the model's matrix products at the peak"
+        f"no plan can be faster than {seconds_text(lower_bound)}, the model's matrix products at the peak"
     )
-    assert least < whole.best.seconds
+    assert lower_bound < whole.best.seconds
     assert "the time was up" not in search_text(whole)
 
 
@@ -82,18 +82,18 @@ def test_the_first_screen_has_the_plan_its_figures_three_others_and_the_commands
 
 
 def test_a_family_that_was_not_searched_has_no_figures() -> None:
-    whole = chosen()
-    names = {each.family for each, _ in whole.families}
+    whole = choose_plan()
+    names = {outcome.family for outcome, _ in whole.families}
     console = Console(record=True, width=160)
     for searched_families in (names, set[str]()):
         results = replace(whole.results, searched=searched_families)
         print_families(replace(whole, results=results), console)
-        left = names - searched_families - {whole.best.family}
-        assert console.export_text().count("not searched") == len(left)
+        unsearched = names - searched_families - {whole.best.family}
+        assert console.export_text().count("not searched") == len(unsearched)
 
 
 def test_a_small_model_is_not_said_to_have_no_parameters() -> None:
-    first = explain_choice(chosen())["1. Does it fit?"][0]
+    first = explain_choice(choose_plan())["1. Does it fit?"][0]
     assert first.startswith(f"{problem().model.parameter_count:,} parameters in bf16")
 
 
@@ -101,7 +101,7 @@ def test_what_would_help_says_what_stays_as_it_is() -> None:
     """Twice the memory is planned anew; with the others the plan stays."""
     console = Console(record=True, width=80)
     for helps in ({"links": 0.023, "batch": 0.001, "memory": 0.082}, {"batch": 0.1, "memory": 0.001}, {}):
-        PlanReport(replace(chosen(), helps=helps), "small", "h100x4", {}, 1).report(explain=True).print(console)
+        PlanReport(replace(choose_plan(), helps=helps), "small", "h100x4", {}, 1).report(explain=True).print(console)
     output = " ".join(console.export_text().split())
     links = "twice the bandwidth between nodes +2.3% and twice the batch +0.1% tokens/s with this very plan"
     assert f"{links}; twice the memory, planned anew, +8.2%" in output
@@ -116,30 +116,30 @@ def test_what_would_help_says_what_stays_as_it_is() -> None:
 
 @pytest.fixture(scope="module")
 def choice() -> PlanChoice:
-    asked = problem(limits=Limits({"recompute": "none", "cp": 1}, {}, 1))
-    with workers(asked, 1) as processes:
-        return choose(asked, processes, measured=())
+    search_problem = problem(limits=Limits({"recompute": "none", "cp": 1}, {}, 1))
+    with workers(search_problem, 1) as processes:
+        return choose(search_problem, processes, measured=())
 
 
 def test_the_plan_that_is_predicted_fastest_comes_first_and_none_is_far_slower(choice: PlanChoice) -> None:
-    found = find_contenders(choice, inf)
-    assert found[0] == choice.best
-    assert len(found) > 1
-    assert all(each.seconds <= choice.best.seconds * (1 + expected_error(choice.problem)) for each in found)
-    assert len({each.candidate for each in found}) == len(found)
+    contenders = find_contenders(choice, inf)
+    assert contenders[0] == choice.best
+    assert len(contenders) > 1
+    assert all(outcome.seconds <= choice.best.seconds * (1 + expected_error(choice.problem)) for outcome in contenders)
+    assert len({outcome.candidate for outcome in contenders}) == len(contenders)
 
 
 def test_no_more_take_turns_than_there_is_time_for(choice: PlanChoice) -> None:
-    found = find_contenders(choice, inf)
-    two = STEPS * sum(each.seconds for each in found[:2])
-    assert find_contenders(choice, 1.001 * two) == found[:2]
-    assert find_contenders(choice, 0.999 * two) == found[:1]
-    assert find_contenders(choice, -1.0) == found[:1]
+    contenders = find_contenders(choice, inf)
+    two = STEPS * sum(outcome.seconds for outcome in contenders[:2])
+    assert find_contenders(choice, 1.001 * two) == contenders[:2]
+    assert find_contenders(choice, 0.999 * two) == contenders[:1]
+    assert find_contenders(choice, -1.0) == contenders[:1]
 
 
 def test_those_that_take_turns_lie_in_memory_at_once(choice: PlanChoice) -> None:
-    found = find_contenders(choice, inf)
-    room = sum(each.forecast.memory.total for each in found[:2]) / (1 - MOST_MARGIN)
-    device = replace(choice.problem.cluster.device, memory=1.001 * room)
+    contenders = find_contenders(choice, inf)
+    capacity = sum(outcome.forecast.memory.total for outcome in contenders[:2]) / (1 - MOST_MARGIN)
+    device = replace(choice.problem.cluster.device, memory=1.001 * capacity)
     tight = replace(choice.problem, cluster=replace(choice.problem.cluster, device=device))
-    assert find_contenders(replace(choice, problem=tight), inf) == found[:2]
+    assert find_contenders(replace(choice, problem=tight), inf) == contenders[:2]

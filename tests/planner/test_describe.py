@@ -18,11 +18,11 @@ LLAMA = Llama(layers=8, heads=8, kv_heads=8, hidden_size=512, ffn_hidden_size=15
 
 
 def test_plans_that_differ_read_otherwise_in_a_table() -> None:
-    most = {"pp": 2, "micro_batch_size": 2}
-    asked = replace(problem(8, 8, limits=Limits({"recompute": "none"}, most)), model=LLAMA)
-    found = [candidate for shape in shapes(asked) for candidate in candidates(asked, shape)]
-    texts = Counter(f"{family(each.plan)}: {summary(each)}" for each in found)
-    assert len(found) > 1000
+    maxima = {"pp": 2, "micro_batch_size": 2}
+    search_problem = replace(problem(8, 8, limits=Limits({"recompute": "none"}, maxima)), model=LLAMA)
+    all_candidates = [candidate for shape in shapes(search_problem) for candidate in candidates(search_problem, shape)]
+    texts = Counter(f"{family(one.plan)}: {summary(one)}" for one in all_candidates)
+    assert len(all_candidates) > 1000
     assert [text for text, times in texts.items() if times > 1] == []
 
 

@@ -28,9 +28,9 @@ from tests.support.thorough import sampled
 
 
 def test_nothing_measured_leaves_predictions_as_they_are() -> None:
-    found = error_model_of([D, (TP, 1.2, {"all-reduce on tp": 0.2})])
-    assert found.seconds == [1.0, 1.2]
-    assert found.expected_errors[0] == pytest.approx(0.05)
+    model = error_model_of([D, (TP, 1.2, {"all-reduce on tp": 0.2})])
+    assert model.seconds == [1.0, 1.2]
+    assert model.expected_errors[0] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.1, 2.15, 5.0])
@@ -43,40 +43,40 @@ def test_what_all_measured_plans_share_leaves_the_ranking_as_it_was(factor: floa
         (PP, 1.02, {"idle": 0.4}),
         (GPIPE, 1.0201, {"idle": 0.4}),
     ]
-    found = error_model_of(plans, {at: factor * plans[at][1] for at in ran})
-    assert found.seconds == pytest.approx([factor * seconds for _, seconds, _ in plans])
-    assert [*found.factors.values()] == pytest.approx([factor] * len(found.factors))
-    assert max(found.expected_errors) < 0.06
+    model = error_model_of(plans, {at: factor * plans[at][1] for at in ran})
+    assert model.seconds == pytest.approx([factor * seconds for _, seconds, _ in plans])
+    assert [*model.factors.values()] == pytest.approx([factor] * len(model.factors))
+    assert max(model.expected_errors) < 0.06
 
 
 def test_what_measured_plans_do_not_share_is_shrunk_around_what_they_do() -> None:
     plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.0, {"all-reduce on tp": 0.3}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
-    found = error_model_of(plans, {0: 2.0, 1: 2.2})
-    assert 2.0 < found.seconds[2] < 2.2
-    assert 2.0 < found.factors["compute"] < found.factors["communication on tp"] < 2.3
+    model = error_model_of(plans, {0: 2.0, 1: 2.2})
+    assert 2.0 < model.seconds[2] < 2.2
+    assert 2.0 < model.factors["compute"] < model.factors["communication on tp"] < 2.3
 
 
 def test_one_measured_step_corrects_all_by_the_same_factor_and_stands_for_itself() -> None:
     plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.2, {"all-reduce on tp": 0.2}), (PP, 1.1, {"idle": 0.3})]
-    found = error_model_of(plans, {0: 1.1})
-    assert found.seconds[0] == 1.1
-    for seconds, (_, predicted, _) in zip(found.seconds[1:], plans[1:], strict=True):
+    model = error_model_of(plans, {0: 1.1})
+    assert model.seconds[0] == 1.1
+    for seconds, (_, predicted, _) in zip(model.seconds[1:], plans[1:], strict=True):
         assert seconds / predicted == pytest.approx(1.1)
-    assert found.expected_errors[0] < found.expected_errors[1] < 0.05
+    assert model.expected_errors[0] < model.expected_errors[1] < 0.05
 
 
 def test_several_measured_steps_tell_which_part_was_predicted_wrongly() -> None:
     """Communication on tp takes twice as long as predicted, and nothing else does."""
     plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.0, {"all-reduce on tp": 0.3}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
-    found = error_model_of([*plans, (TP, 1.2, {"all-gather on tp": 0.5})], {0: 1.0, 1: 1.3, 2: 1.0, 3: 1.0})
-    assert found.factors["communication on tp"] > found.factors["compute"]
-    assert found.seconds[-1] > 1.3
+    model = error_model_of([*plans, (TP, 1.2, {"all-gather on tp": 0.5})], {0: 1.0, 1: 1.3, 2: 1.0, 3: 1.0})
+    assert model.factors["communication on tp"] > model.factors["compute"]
+    assert model.seconds[-1] > 1.3
 
 
 def test_what_is_like_a_measured_plan_is_surer_than_what_is_not() -> None:
     rest: list[Row] = [(ZERO_1, 1.0, {"all-gather on dp_shard": 0.01}), (PP, 1.0, {"idle": 0.4})]
-    found = error_model_of([D, *rest], {0: 1.0})
-    assert found.expected_errors[0] < found.expected_errors[1] < found.expected_errors[2]
+    model = error_model_of([D, *rest], {0: 1.0})
+    assert model.expected_errors[0] < model.expected_errors[1] < model.expected_errors[2]
 
 
 def test_steps_that_contradict_each_other_make_all_less_sure() -> None:
@@ -96,16 +96,16 @@ NEAR: list[Row] = [
 ]
 
 
-def plans(found: ErrorModel, count: int) -> list[object]:
-    return [each.outcome.candidate.plan for each in choose_experiments(found, count)]
+def plans(model: ErrorModel, count: int) -> list[object]:
+    return [experiment.outcome.candidate.plan for experiment in choose_experiments(model, count)]
 
 
 def test_the_fastest_is_first_and_the_others_differ_in_what_is_unsure() -> None:
-    chosen = choose_experiments(error_model_of(NEAR), 3)
-    assert [each.outcome.candidate.plan for each in chosen] == [DDP, TP, PP]
-    assert "compared" in chosen[0].reason
-    assert "expected 1.0% slower" in chosen[1].reason
-    assert "all-reduce on tp (20.0% of its step instead of 0.0%)" in chosen[1].reason
+    experiments = choose_experiments(error_model_of(NEAR), 3)
+    assert [experiment.outcome.candidate.plan for experiment in experiments] == [DDP, TP, PP]
+    assert "compared" in experiments[0].reason
+    assert "expected 1.0% slower" in experiments[1].reason
+    assert "all-reduce on tp (20.0% of its step instead of 0.0%)" in experiments[1].reason
 
 
 def test_no_more_are_named_than_were_asked_for() -> None:
@@ -134,7 +134,7 @@ PROBLEM = Problem(
 )
 
 
-def chosen(problem: Problem, measured: Sequence[MeasuredStep] | None) -> PlanChoice:
+def choose_plan(problem: Problem, measured: Sequence[MeasuredStep] | None) -> PlanChoice:
     with workers(problem, 1) as processes:
         return choose(problem, processes, measured=measured)
 
@@ -142,36 +142,39 @@ def chosen(problem: Problem, measured: Sequence[MeasuredStep] | None) -> PlanCho
 @cache
 def unmeasured() -> PlanChoice:
     """Return the choice without any measured step."""
-    return chosen(PROBLEM, None)
+    return choose_plan(PROBLEM, None)
 
 
 def test_a_plan_that_was_measured_slow_loses_and_the_next_one_is_chosen() -> None:
-    before = unmeasured().best
-    step = MeasuredStep(before.candidate, 2 * before.seconds, "here")
-    other = MeasuredStep(Candidate(PP, 4, PRECISIONS["bf16"]), before.seconds, "there")
-    after = chosen(PROBLEM, [step, other])
-    assert after.best.candidate == other.candidate
-    assert after.best.seconds == before.seconds
-    assert after.results.fitting[0] == after.best
-    assert next(each.seconds for each in after.results.fitting if each.candidate == before.candidate) == step.seconds
+    predicted_best = unmeasured().best
+    step = MeasuredStep(predicted_best.candidate, 2 * predicted_best.seconds, "here")
+    other = MeasuredStep(Candidate(PP, 4, PRECISIONS["bf16"]), predicted_best.seconds, "there")
+    choice = choose_plan(PROBLEM, [step, other])
+    assert choice.best.candidate == other.candidate
+    assert choice.best.seconds == predicted_best.seconds
+    assert choice.results.fitting[0] == choice.best
+    assert (
+        next(outcome.seconds for outcome in choice.results.fitting if outcome.candidate == predicted_best.candidate)
+        == step.seconds
+    )
 
 
 def test_a_plan_that_ran_out_of_memory_does_not_fit_whatever_was_predicted() -> None:
-    before = chosen(PROBLEM, None)
-    first, second = before.results.fitting[:2]
-    after = chosen(PROBLEM, [MeasuredStep(first.candidate, None, "here")])
-    assert after.best.candidate != first.candidate
-    assert after.best.seconds <= second.seconds
-    (out,) = [each for each in after.results.outcomes if each.candidate == first.candidate]
-    assert out.ran_out
-    assert not out.fits
-    assert first.candidate not in {each.candidate for each in after.error_model.plans} if after.error_model else True
+    predicted = choose_plan(PROBLEM, None)
+    first, second = predicted.results.fitting[:2]
+    choice = choose_plan(PROBLEM, [MeasuredStep(first.candidate, None, "here")])
+    assert choice.best.candidate != first.candidate
+    assert choice.best.seconds <= second.seconds
+    (failed,) = [outcome for outcome in choice.results.outcomes if outcome.candidate == first.candidate]
+    assert failed.ran_out
+    assert not failed.fits
+    assert first.candidate not in {plan.candidate for plan in choice.error_model.plans} if choice.error_model else True
 
 
 def test_of_several_measurements_the_median_counts() -> None:
     best = unmeasured().best.candidate
-    made = chosen(PROBLEM, [MeasuredStep(best, seconds, "here") for seconds in (9.0, 1e-3, 2e-3)])
-    assert 2e-3 in [each.seconds for each in made.results.fitting]
+    choice = choose_plan(PROBLEM, [MeasuredStep(best, seconds, "here") for seconds in (9.0, 1e-3, 2e-3)])
+    assert 2e-3 in [outcome.seconds for outcome in choice.results.fitting]
 
 
 @pytest.mark.parametrize("times", sampled([1000, 1 / 11, 1e9, 11], [1 / 11, 11].__contains__))
@@ -179,19 +182,21 @@ def test_a_time_that_is_written_in_another_unit_is_refused(times: float) -> None
     best = unmeasured().best
     step = MeasuredStep(best.candidate, times * best.seconds, "results.json, experiment 1", by_hand=True)
     with pytest.raises(UserError) as refused:
-        chosen(PROBLEM, [step])
+        choose_plan(PROBLEM, [step])
     output = str(refused.value)
     assert output.startswith(f"results.json, experiment 1: {best.family}, ")
     assert f"is said to take {step.seconds:g} s, and {best.seconds:.3g} s are predicted" in output
     assert "more than 10 times off; is it in seconds?" in output
-    assert chosen(PROBLEM, [replace(step, seconds=9 * best.seconds)]).best.seconds == pytest.approx(9 * best.seconds)
+    assert choose_plan(PROBLEM, [replace(step, seconds=9 * best.seconds)]).best.seconds == pytest.approx(
+        9 * best.seconds
+    )
 
 
 def test_a_run_of_whatever_length_is_taken_at_its_word() -> None:
     best = unmeasured().best
     first, second = (MeasuredStep(Candidate(plan, 1, PRECISIONS["bf16"]), 1e9, "runs/x") for plan in (DDP, PP))
-    assert chosen(PROBLEM, [first, second]).best.seconds > best.seconds
-    assert chosen(PROBLEM, [first, replace(second, seconds=1e-9)]).best.seconds == pytest.approx(1e-9)
+    assert choose_plan(PROBLEM, [first, second]).best.seconds > best.seconds
+    assert choose_plan(PROBLEM, [first, replace(second, seconds=1e-9)]).best.seconds == pytest.approx(1e-9)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def test_a_run_of_whatever_length_is_taken_at_its_word() -> None:
 )
 def test_what_is_no_plan_of_the_problem_is_refused(candidate: Candidate, output: str) -> None:
     with pytest.raises(UserError, match=r"^runs/x") as refused:
-        chosen(PROBLEM, [MeasuredStep(candidate, 1.0, "runs/x")])
+        choose_plan(PROBLEM, [MeasuredStep(candidate, 1.0, "runs/x")])
     assert output in str(refused.value)
 
 

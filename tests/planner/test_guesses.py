@@ -44,15 +44,17 @@ def problem(name: str) -> Problem:
 
 @pytest.mark.parametrize("name", sampled(PROBLEMS, {"mixture"}.__contains__))
 def test_seconds_and_bytes_are_near_the_forecasts(name: str) -> None:
-    asked = problem(name)
-    costs, lines = PassCosts(asked), seeds(asked)
-    lines += [each for line in lines[:: max(1, len(lines) // 4)] for each in neighbours(asked, line)[::9]]
+    search_problem = problem(name)
+    costs, lines = PassCosts(search_problem), seeds(search_problem)
+    lines += [
+        neighbour for line in lines[:: max(1, len(lines) // 4)] for neighbour in neighbours(search_problem, line)[::9]
+    ]
     seconds: list[float] = []
     bytes: list[float] = []
     for line in lines[:: max(1, len(lines) // 40)]:
         for share in ("none", "full"):
-            guess, plan = guess_line(costs, line), with_share(asked, line, share)
-            answer = None if plan is None else answer_request(asked, Query(plan))
+            guess, plan = guess_line(costs, line), with_share(search_problem, line, share)
+            answer = None if plan is None else answer_request(search_problem, Query(plan))
             if guess is None or answer is None:
                 continue
             guessed = (guess.seconds, guess.bytes) if share == "none" else (guess.full_seconds, guess.full_bytes)
@@ -63,5 +65,5 @@ def test_seconds_and_bytes_are_near_the_forecasts(name: str) -> None:
     assert max(seconds) < LARGEST
     assert 0.97 < median(seconds) < 1.07
     assert 0.93 < median(bytes) < 1.07
-    assert sum(0.9 < each < 1.25 for each in seconds) > 0.8 * len(seconds)
-    assert sum(0.75 < each < 1.3 for each in bytes) > 0.85 * len(bytes)
+    assert sum(0.9 < ratio < 1.25 for ratio in seconds) > 0.8 * len(seconds)
+    assert sum(0.75 < ratio < 1.3 for ratio in bytes) > 0.85 * len(bytes)

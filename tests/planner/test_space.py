@@ -40,34 +40,34 @@ FIXED: dict[str, Any] = {
 """A value of every field of a plan, most of which are tried for no plan if nobody asks for them."""
 
 
-def fixing(most: dict[str, int] | None = None, **fixed: Any) -> Problem:
-    return replace(problem(4, 8, limits=Limits(fixed, most or {}, 1)), model=LLAMA)
+def fixing(maxima: dict[str, int] | None = None, **fixed: Any) -> Problem:
+    return replace(problem(4, 8, limits=Limits(fixed, maxima or {}, 1)), model=LLAMA)
 
 
-def plans(asked: Problem) -> list[Plan]:
-    return [candidate.plan for shape in shapes(asked) for candidate in candidates(asked, shape)]
+def plans(problem: Problem) -> list[Plan]:
+    return [candidate.plan for shape in shapes(problem) for candidate in candidates(problem, shape)]
 
 
 def test_every_field_of_a_plan_is_fixed_once_here() -> None:
     """All but the blocks that are frozen, with which no plan is searched."""
-    assert [*FIXED, "freeze"] == sorted([each.name for each in fields(Plan)[1:]], key=[*FIXED, "freeze"].index)
+    assert [*FIXED, "freeze"] == sorted([field.name for field in fields(Plan)[1:]], key=[*FIXED, "freeze"].index)
 
 
 @pytest.mark.parametrize("name", FIXED)
 def test_a_field_that_is_fixed_has_its_value_in_every_plan(name: str) -> None:
-    asked = fixing(None, **{"recompute": "none", name: FIXED[name]})
-    found = [(shape, each) for shape in shapes(asked) for each in candidates(asked, shape)]
-    assert {getattr(each.plan, name) for _, each in found} == {FIXED[name]}
-    assert len(set(found)) == len(found), "none is there twice"
-    assert any(answer_request(asked, Query(each)) for _, each in found[:: 1 + len(found) // 12])
+    problem = fixing(None, **{"recompute": "none", name: FIXED[name]})
+    pairs = [(shape, candidate) for shape in shapes(problem) for candidate in candidates(problem, shape)]
+    assert {getattr(candidate.plan, name) for _, candidate in pairs} == {FIXED[name]}
+    assert len(set(pairs)) == len(pairs), "none is there twice"
+    assert any(answer_request(problem, Query(candidate)) for _, candidate in pairs[:: 1 + len(pairs) // 12])
 
 
 def test_what_is_not_fixed_stays_as_it_was() -> None:
     """Only plans with at least two ranks of the axes along which a user cuts are left."""
-    asked = fixing(shard_optimizer=("dp_shard",), recompute="none", pp=1)
-    assert {plan.zero_stage for plan in plans(asked)} == {1, 2, 3}
-    assert min(plan.mesh.dp_shard for plan in plans(asked)) == 2
-    assert {plan.mesh.tp for plan in plans(asked)} == {1, 2}
+    problem = fixing(shard_optimizer=("dp_shard",), recompute="none", pp=1)
+    assert {plan.zero_stage for plan in plans(problem)} == {1, 2, 3}
+    assert min(plan.mesh.dp_shard for plan in plans(problem)) == 2
+    assert {plan.mesh.tp for plan in plans(problem)} == {1, 2}
 
 
 def test_ranks_that_share_nothing_may_be_more_than_the_most_that_share() -> None:
@@ -89,16 +89,18 @@ def test_a_value_that_no_plan_can_have_is_refused_with_the_nearest_name() -> Non
 
 
 def test_what_a_framework_does_not_have_is_not_in_its_space() -> None:
-    asked = replace(fixing(pp=2, recompute="none", cp=1), recipe=find_recipe("nanotron"))
-    assert {plan.schedule for plan in plans(asked)} == {"1f1b", "gpipe"}
-    assert {plan.zero_stage for plan in plans(asked)} == {0, 1}
-    asked = replace(fixing(recompute="none"), recipe=find_recipe("nanotron"))
-    assert {shape.mesh.cp for shape in shapes(asked)} == {plan.mesh.dp_replicate for plan in plans(asked)} == {1}
+    problem = replace(fixing(pp=2, recompute="none", cp=1), recipe=find_recipe("nanotron"))
+    assert {plan.schedule for plan in plans(problem)} == {"1f1b", "gpipe"}
+    assert {plan.zero_stage for plan in plans(problem)} == {0, 1}
+    problem = replace(fixing(recompute="none"), recipe=find_recipe("nanotron"))
+    assert {shape.mesh.cp for shape in shapes(problem)} == {plan.mesh.dp_replicate for plan in plans(problem)} == {1}
 
 
-@pytest.mark.parametrize(("fixed", "said"), [({"cp": 2}, "context parallelism"), ({"dp_replicate": 2}, "replicas of")])
-def test_what_a_framework_does_not_have_is_refused_with_the_reason(fixed: dict[str, int], said: str) -> None:
-    given: dict[str, Any] = {**fixed, **({"shard_optimizer": ("dp_shard",)} if "dp_replicate" in fixed else {})}
-    asked = replace(fixing(recompute="none", tp=1, pp=1, **given), recipe=find_recipe("nanotron"))
-    assert plans(asked) == []
-    assert f"nanotron has no {said}" in explain_empty_space(asked)
+@pytest.mark.parametrize(
+    ("fixed", "feature"), [({"cp": 2}, "context parallelism"), ({"dp_replicate": 2}, "replicas of")]
+)
+def test_what_a_framework_does_not_have_is_refused_with_the_reason(fixed: dict[str, int], feature: str) -> None:
+    settings: dict[str, Any] = {**fixed, **({"shard_optimizer": ("dp_shard",)} if "dp_replicate" in fixed else {})}
+    problem = replace(fixing(recompute="none", tp=1, pp=1, **settings), recipe=find_recipe("nanotron"))
+    assert plans(problem) == []
+    assert f"nanotron has no {feature}" in explain_empty_space(problem)

@@ -51,9 +51,9 @@ def sequences(costs: PassCosts) -> int:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_worker_answers_as_this_process_does(count: int) -> None:
     with workers(PROBLEM, count) as processes:
-        found = processes.submit(partial(forecast_query, ASKED)).result()
+        answer = processes.submit(partial(forecast_query, ASKED)).result()
         doubled = processes.submit(sequences, "batch").result()
-    assert found == answer_request(PROBLEM, ASKED)
+    assert answer == answer_request(PROBLEM, ASKED)
     assert doubled == 2 * PROBLEM.sequences
 
 
@@ -115,15 +115,15 @@ class NeverAnswers(Workers):
     """Workers that never answer.
 
     Attributes:
-        asked: number of questions.
+        questions: number of questions.
     """
 
     def __init__(self) -> None:
         super().__init__(PROBLEM)
-        self.asked = 0
+        self.questions = 0
 
     def submit(self, question: Callable[[PassCosts], Any], change: Change = "") -> Future[Any]:
-        self.asked += 1
+        self.questions += 1
         return Future()
 
 
@@ -132,35 +132,35 @@ def test_an_answer_that_does_not_come_in_time_is_missed_and_its_question_withdra
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    timed = TimedQueries(PROBLEM, NeverAnswers(), now + 0.05)
-    coming = timed.ask(ASKED)
-    assert timed.answer(coming, "an alternative") is None
-    assert coming is not None
-    assert coming.cancelled()
-    assert str(timed) == "an alternative (1)"
+    queries = TimedQueries(PROBLEM, NeverAnswers(), now + 0.05)
+    future = queries.ask(ASKED)
+    assert queries.answer(future, "an alternative") is None
+    assert future is not None
+    assert future.cancelled()
+    assert str(queries) == "an alternative (1)"
 
 
 def test_nothing_is_asked_after_the_deadline() -> None:
     silent = NeverAnswers()
-    timed = TimedQueries(PROBLEM, silent, time.monotonic() - 1)
-    assert timed.answer(timed.ask(ASKED), "why") is timed.answer(timed.ask(ASKED), "why") is None
-    assert not silent.asked
-    assert str(timed) == "why (2)"
+    queries = TimedQueries(PROBLEM, silent, time.monotonic() - 1)
+    assert queries.answer(queries.ask(ASKED), "why") is queries.answer(queries.ask(ASKED), "why") is None
+    assert not silent.questions
+    assert str(queries) == "why (2)"
 
 
 def test_no_trace_is_begun_that_would_take_longer_than_there_is_time() -> None:
-    timed = TimedQueries(problem(sequences=2**20), NeverAnswers(), time.monotonic() + 60)
+    queries = TimedQueries(problem(sequences=2**20), NeverAnswers(), time.monotonic() + 60)
     unsteady = replace(ASKED.candidate, plan=replace(ASKED.candidate.plan, schedule="gpipe"))
-    assert timed.ask(replace(ASKED, shares=True)) is not None, "few microbatches tell it"
-    assert timed.ask(replace(ASKED, candidate=unsteady)) is not None, "a forecast is no trace"
-    assert timed.ask(replace(ASKED, candidate=unsteady, shares=True)) is not None, "passes are replayed as wholes"
+    assert queries.ask(replace(ASKED, shares=True)) is not None, "few microbatches tell it"
+    assert queries.ask(replace(ASKED, candidate=unsteady)) is not None, "a forecast is no trace"
+    assert queries.ask(replace(ASKED, candidate=unsteady, shares=True)) is not None, "passes are replayed as wholes"
     every_op = replace(unsteady, plan=replace(unsteady.plan, recompute="uniform-2"))
-    assert timed.ask(replace(ASKED, candidate=every_op)) is not None
-    assert timed.ask(replace(ASKED, candidate=every_op, shares=True)) is None
+    assert queries.ask(replace(ASKED, candidate=every_op)) is not None
+    assert queries.ask(replace(ASKED, candidate=every_op, shares=True)) is None
 
 
 def test_a_refusal_is_no_missed_answer() -> None:
     impossible = replace(ASKED, candidate=replace(ASKED.candidate, plan=Plan(Mesh(dp_shard=8))))
-    timed = TimedQueries(PROBLEM, Workers(PROBLEM), inf)
-    assert timed.answer(timed.ask(impossible), "why") is None
-    assert not str(timed)
+    queries = TimedQueries(PROBLEM, Workers(PROBLEM), inf)
+    assert queries.answer(queries.ask(impossible), "why") is None
+    assert not str(queries)

@@ -106,13 +106,13 @@ def outcome(name: str, source: str, seconds: float, *, fits: bool = True, out: b
 
 
 @given(ERRORS)
-def test_errors_lie_in_order(each: list[float]) -> None:
-    errors = ErrorSummary.of(each)
-    assert errors.count == len(each)
+def test_errors_lie_in_order(values: list[float]) -> None:
+    errors = ErrorSummary.of(values)
+    assert errors.count == len(values)
     assert abs(errors.bias) <= errors.mean + 1e-12
     assert errors.mean <= errors.worst + 1e-12
     assert errors.median <= errors.worst
-    assert errors.worst in map(abs, each)
+    assert errors.worst in map(abs, values)
 
 
 def test_of_nothing_there_are_no_errors() -> None:
@@ -121,10 +121,10 @@ def test_of_nothing_there_are_no_errors() -> None:
 
 def test_sources_are_grouped_and_signs_kept() -> None:
     runs = [outcome("a", "vTrain", 1.1), outcome("b", "vTrain", 0.7), outcome("c", "elsewhere", 1.0)]
-    found = errors_by_source(runs, "seconds")
-    assert list(found) == ["vTrain", "elsewhere", "all"]
-    assert found["all"].count == 3
-    assert (round(found["vTrain"].mean, 9), round(found["vTrain"].bias, 9)) == (0.2, -0.1)
+    summaries = errors_by_source(runs, "seconds")
+    assert list(summaries) == ["vTrain", "elsewhere", "all"]
+    assert summaries["all"].count == 3
+    assert (round(summaries["vTrain"].mean, 9), round(summaries["vTrain"].bias, 9)) == (0.2, -0.1)
     assert [run.id for _, run in worst_errors(runs, "seconds", 2)] == ["b", "a"]
 
 
@@ -142,15 +142,15 @@ def test_a_run_whose_memory_was_mispredicted_is_named() -> None:
 # Memory as published: within bands, and runs that ran out of it are told from those that did not.
 
 
-def held(run: PublishedRun) -> tuple[float, bool]:
+def predict_memory(run: PublishedRun) -> tuple[float, bool]:
     """What a run holds and whether it fits, told by enough microbatches and without asking how long they take."""
-    each = sum(microbatches_to_replay(run.plan, run.rank_microbatches))
-    workload = replace(run.workload, microbatches=each * run.plan.data_ranks)
+    microbatches = sum(microbatches_to_replay(run.plan, run.rank_microbatches))
+    workload = replace(run.workload, microbatches=microbatches * run.plan.data_ranks)
     traced = workload.traced
     memories = memory_in_bytes(traced, workload.kept_sizes)
     peaks = [peak_of(traced, row, memory, rank_of(traced.program, row)) for row, memory in enumerate(memories)]
-    made = device_memory(run.workload, peaks)
-    return measured_as(run.measured.memory, made), made.fits
+    predicted = device_memory(run.workload, peaks)
+    return measured_as(run.measured.memory, predicted), predicted.fits
 
 
 def is_short(row: dict[str, Any]) -> bool:
@@ -163,7 +163,7 @@ def is_short(row: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("row", sampled(CHRONICLES, is_short), ids=[row["id"] for row in CHRONICLES])
 def test_runs_that_ran_out_of_memory_are_distinguished_from_those_that_did_not(row: dict[str, Any]) -> None:
     run = read_run(row)
-    bytes, fits = held(run)
+    bytes, fits = predict_memory(run)
     assert fits is not run.measured.out_of_memory
     if run.measured.bytes:
         assert bytes == pytest.approx(run.measured.bytes, rel=0.13)
@@ -228,7 +228,7 @@ TITAN = {
 @pytest.mark.parametrize("name", sampled(TITAN, lambda name: name != "table 5, interleaved"))
 def test_what_torchtitan_reserves_is_predicted_within_a_tenth(name: str) -> None:
     run = read_run(TITAN[name])
-    bytes, fits = held(run)
+    bytes, fits = predict_memory(run)
     assert fits
     assert bytes == pytest.approx(run.measured.bytes, rel=0.1)
 
@@ -261,9 +261,9 @@ def test_what_torchtitan_reserves_is_predicted_within_a_tenth(name: str) -> None
     ],
 )
 def test_what_nemos_recipes_reserve_is_predicted_within_three_percent(gibibytes: float, row: dict[str, Any]) -> None:
-    said = {"id": "a recipe", "source": "its README", "framework": "megatron-core-tuned", "precision": "fp8"}
-    run = read_run(row | said | {"measured": {"peak_memory_GiB": gibibytes}})
-    bytes, fits = held(run)
+    settings = {"id": "a recipe", "source": "its README", "framework": "megatron-core-tuned", "precision": "fp8"}
+    run = read_run(row | settings | {"measured": {"peak_memory_GiB": gibibytes}})
+    bytes, fits = predict_memory(run)
     assert fits
     assert bytes == pytest.approx(gibibytes * GIB, rel=0.03)
     assert "recompute: none" in run.assumed
@@ -274,7 +274,7 @@ def test_reserved_memory_never_exceeds_a_device_on_which_a_run_fits() -> None:
     for reserved in (1.0, 1.1, 1.3):
         recipe = run.workload.recipe
         recipe = replace(recipe, memory=replace(recipe.memory, reserved=reserved))
-        bytes, fits = held(replace(run, workload=replace(run.workload, recipe=recipe)))
+        bytes, fits = predict_memory(replace(run, workload=replace(run.workload, recipe=recipe)))
         assert not fits or bytes <= run.workload.cluster.device.memory
 
 

@@ -88,11 +88,11 @@ def test_what_a_run_does_not_say_is_its_reason(section: str, fields: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("said", "dtype"),
+    ("word", "dtype"),
     [("fp16", "float16"), ("bf16", "bfloat16"), ("fp8", "float8"), ("fp32", "float32"), ("mxfp8", "mxfloat8")],
 )
-def test_a_precision_is_a_word(said: str, dtype: str) -> None:
-    run = read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": said})
+def test_a_precision_is_a_word(word: str, dtype: str) -> None:
+    run = read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": word})
     assert run.workload.precision.compute == dtype
     assert run.assumed == ()
 
@@ -101,13 +101,13 @@ def test_a_precision_is_a_word(said: str, dtype: str) -> None:
 def test_a_run_in_fp8_has_the_precision_of_simulate(recipe: str) -> None:
     """In both, the recipe decides in which dtype gradients are reduced."""
     run = read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": "fp8"}, find_recipe(recipe))
-    (asked,) = StepRequest(model="gpt2", cluster="h100x8", precision="fp8", recipe=recipe).precisions
-    assert run.workload.precision == asked
+    (precision,) = StepRequest(model="gpt2", cluster="h100x8", precision="fp8", recipe=recipe).precisions
+    assert run.workload.precision == precision
 
 
-@pytest.mark.parametrize(("said", "dtype"), [("fp32", "float32"), ("fp16", "float16")])
-def test_gradients_are_reduced_in_the_dtype_that_a_run_says(said: str, dtype: str) -> None:
-    assert read_run(ROWS["korthikanti-t5-22B-full"] | {"gradients": said}).workload.precision.gradients == dtype
+@pytest.mark.parametrize(("dtype_name", "dtype"), [("fp32", "float32"), ("fp16", "float16")])
+def test_gradients_are_reduced_in_the_dtype_that_a_run_says(dtype_name: str, dtype: str) -> None:
+    assert read_run(ROWS["korthikanti-t5-22B-full"] | {"gradients": dtype_name}).workload.precision.gradients == dtype
 
 
 def test_an_unknown_precision_is_a_reason() -> None:
@@ -130,7 +130,7 @@ def test_an_unknown_precision_is_a_reason() -> None:
 )
 def test_what_a_run_does_not_say_is_as_in_its_recipe(field: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row = changed("nanogpt-polaris-4xA100", "model", vocab=None) | {"precision": "bf16"}
-    before = read_run(row).workload
+    original = read_run(row).workload
     recipe = find_recipe("nanogpt")
     recipe = replace(recipe, defaults=replace(recipe.defaults, **{field: value}))
 
@@ -138,8 +138,8 @@ def test_what_a_run_does_not_say_is_as_in_its_recipe(field: str, value: Any, mon
         return recipe
 
     monkeypatch.setattr(reading, "recipe_of", changed_recipe)
-    after = read_run(row).workload
-    assert (after.model, after.precision, after.plan) != (before.model, before.precision, before.plan)
+    result = read_run(row).workload
+    assert (result.model, result.precision, result.plan) != (original.model, original.precision, original.plan)
 
 
 def test_an_unknown_framework_is_a_reason_with_the_nearest() -> None:
@@ -156,7 +156,7 @@ def test_an_unknown_recomputation_is_a_reason_with_the_nearest() -> None:
 def test_parts_of_blocks_are_recomputed_as_a_plan_names_them(recompute: str) -> None:
     run = read_run(ROWS["korthikanti-t5-22B-full"] | {"recompute": recompute})
     assert run.plan.recompute == recompute
-    assert not any("recompute" in each for each in run.assumed)
+    assert not any("recompute" in assumption for assumption in run.assumed)
 
 
 OLDER = {
@@ -229,13 +229,13 @@ INSIDE = [
 
 @given(st.sampled_from(BETWEEN), st.lists(st.sampled_from(INSIDE), max_size=2), st.integers(1, 16), st.booleans())
 def test_a_network_between_nodes_is_never_a_link_inside_them(
-    name: str, inside: list[str], count: int, first: bool
+    name: str, links: list[str], count: int, first: bool
 ) -> None:
-    output = f"{count}x {' '.join(name.split('-')).upper()}"
-    text = "; ".join([output, *inside] if first else [*inside, output])
-    found = network_in(text)
-    assert found is not None
-    assert found[0] == name or found[0].startswith("efa")
+    network_words = f"{count}x {' '.join(name.split('-')).upper()}"
+    text = "; ".join([network_words, *links] if first else [*links, network_words])
+    network = network_in(text)
+    assert network is not None
+    assert network[0] == name or network[0].startswith("efa")
     assert nics_in(text) == count
 
 
@@ -246,7 +246,7 @@ def test_a_link_inside_nodes_names_no_network_unless_the_text_says_so(text: str)
 
 
 @pytest.mark.parametrize(
-    ("text", "names", "found"),
+    ("text", "names", "expected"),
     [
         ("A100_40GB", ["a100", "a100-40gb"], "a100-40gb"),
         ("A100 (80 GB)", ["a100", "a100-40gb", "a100-80gb"], "a100-80gb"),
@@ -257,12 +257,14 @@ def test_a_link_inside_nodes_names_no_network_unless_the_text_says_so(text: str)
         (None, ["h100"], None),
     ],
 )
-def test_a_name_counts_where_it_stands_whole_in_any_case(text: str | None, names: list[str], found: str | None) -> None:
-    assert find_name(text, names) == found
+def test_a_name_counts_where_it_stands_whole_in_any_case(
+    text: str | None, names: list[str], expected: str | None
+) -> None:
+    assert find_name(text, names) == expected
 
 
 @pytest.mark.parametrize(
-    ("written", "sentence"),
+    ("content", "sentence"),
     [
         ("{", "is not JSON"),
         ("{}", "has no list of runs"),
@@ -270,9 +272,9 @@ def test_a_name_counts_where_it_stands_whole_in_any_case(text: str | None, names
         (json.dumps([{"id": "a"}, {"id": "a"}]), "two runs are called 'a'"),
     ],
 )
-def test_a_file_that_holds_no_runs_is_refused(tmp_path: Path, written: str, sentence: str) -> None:
+def test_a_file_that_holds_no_runs_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
     path = tmp_path / "runs.json"
-    path.write_text(written)
+    path.write_text(content)
     with pytest.raises(UserError, match=sentence):
         read_rows(path)
 
@@ -303,7 +305,7 @@ def test_a_run_that_says_all_is_taken_at_its_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "fields", "said"),
+    ("section", "fields", "assumption"),
     [
         ("model", {"kv_heads": None}, "key and value heads: as many as heads"),
         ("model", {"ffn_hidden": None}, "feed-forward width: 16384, four times the model's"),
@@ -320,9 +322,9 @@ def test_a_run_that_says_all_is_taken_at_its_word() -> None:
         ),
     ],
 )
-def test_what_a_run_leaves_open_is_said(section: str, fields: dict[str, Any], said: str) -> None:
-    before, after = read_run(ROWS[NAME]).assumed, read_run(changed(NAME, section, **fields)).assumed
-    assert set(after) - set(before) == {said}
+def test_what_a_run_leaves_open_is_said(section: str, fields: dict[str, Any], assumption: str) -> None:
+    complete, incomplete = read_run(ROWS[NAME]).assumed, read_run(changed(NAME, section, **fields)).assumed
+    assert set(incomplete) - set(complete) == {assumption}
 
 
 def test_a_vocabulary_that_is_not_said_is_the_recipes() -> None:

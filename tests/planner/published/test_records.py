@@ -59,8 +59,8 @@ def test_a_run_that_ran_is_not_taken_for_one_that_did_not(row: dict[str, Any]) -
 
 @given(st.integers(1, 4096))
 def test_a_whole_number_may_be_written_in_three_ways(value: int) -> None:
-    for written in (value, float(value), str(value)):
-        assert parse(HardwareRecord, {"gpu": "H100", "gpus": written}).gpus == value
+    for form in (value, float(value), str(value)):
+        assert parse(HardwareRecord, {"gpu": "H100", "gpus": form}).gpus == value
 
 
 @pytest.mark.parametrize("value", [0, -8, 8.5, "many", [8], True, float("nan"), float("inf"), 10**9])
@@ -85,8 +85,8 @@ def test_a_field_that_is_absent_or_null_is_not_made_up() -> None:
 
 @given(st.one_of(st.none(), st.booleans(), st.floats(), st.text(), st.lists(st.integers())))
 def test_a_measured_number_is_positive_or_none(value: Any) -> None:
-    found = number(value)
-    assert found is None or 0 < found < float("inf")
+    parsed = number(value)
+    assert parsed is None or 0 < parsed < float("inf")
 
 
 # Rows as they should not be: each has a prediction or a reason in one sentence, and none ends the command.

@@ -16,19 +16,19 @@ def problems(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 6) -
     """Pipelines with unequal stages, whose memory limits leave room for one microbatch or more."""
     placement: Placement = draw(st.sampled_from(("loop", "vee")))
     ranks = draw(st.integers(2, most_ranks))
-    each = 2 if placement == "vee" else draw(st.integers(1, 2))
-    times = draw(st.sampled_from((TIMES, ROUNDED_TIMES)))
+    stages_per_rank = 2 if placement == "vee" else draw(st.integers(1, 2))
+    factor = draw(st.sampled_from((TIMES, ROUNDED_TIMES)))
     stages: list[StageCosts] = []
     weights = draw(st.sampled_from([(0.0, 0.5, 1.0), (0.0,)]))  # the second: whole backward passes
-    for _ in range(ranks * each):
+    for _ in range(ranks * stages_per_rank):
         activation = draw(TIMES)
-        kept = draw(st.sampled_from([None, 0.0, activation / 2, 2 * activation]))
+        kept_memory = draw(st.sampled_from([None, 0.0, activation / 2, 2 * activation]))
         weight = draw(st.sampled_from(weights))
-        stages.append(StageCosts(draw(times), draw(times), weight, activation, kept))
+        stages.append(StageCosts(draw(factor), draw(factor), weight, activation, kept_memory))
     message = draw(st.sampled_from([0.0, 0.25]))
     microbatches = draw(st.integers(1, most_microbatches))
     free = ScheduleProblem(ranks, microbatches, tuple(stages), message, placement=placement)
-    more = [draw(st.sampled_from([1.0, 1.5, 2.0, 8.0])) for _ in range(ranks)]
-    limits = tuple(least * times for least, times in zip(free.minimum_memory, more, strict=True))
+    factors = [draw(st.sampled_from([1.0, 1.5, 2.0, 8.0])) for _ in range(ranks)]
+    limits = tuple(minimum * factor for minimum, factor in zip(free.minimum_memory, factors, strict=True))
     objective: Objective = draw(st.sampled_from(("step", "span")))
     return ScheduleProblem(ranks, microbatches, tuple(stages), message, limits, placement, objective)

@@ -17,24 +17,24 @@ from tests.support.thorough import examples
 
 
 def test_small_v_shaped_schedules_are_proved_optimal() -> None:
-    found = search_schedule(ScheduleProblem(2, 4, equal_stages(2, 1, 1.2, 0.8, 2), 0.1, 2, "vee"), evaluations=300)
-    assert not found.is_optimal, "the simple bounds do not prove it"
-    proof = prove(found.timing, 30)
+    result = search_schedule(ScheduleProblem(2, 4, equal_stages(2, 1, 1.2, 0.8, 2), 0.1, 2, "vee"), evaluations=300)
+    assert not result.is_optimal, "the simple bounds do not prove it"
+    proof = prove(result.timing, 30)
     assert proof.is_complete
     assert proof.timing is None
-    assert proof.lower_bound == pytest.approx(found.timing.time, rel=1e-3)
+    assert proof.lower_bound == pytest.approx(result.timing.time, rel=1e-3)
 
 
 @settings(max_examples=examples(10), deadline=None)
 @given(problems(most_ranks=2, most_microbatches=3))
 def test_the_solver_finds_nothing_faster_than_its_own_bound(problem: ScheduleProblem) -> None:
     passes = Passes(problem)
-    known = timing_of(passes, greedy_orders(passes, next(policies(passes))))
-    assert known is not None
-    proof = prove(known, 20)
-    best = proof.timing or known
+    start = timing_of(passes, greedy_orders(passes, next(policies(passes))))
+    assert start is not None
+    proof = prove(start, 20)
+    best = proof.timing or start
     assert passes.fits(best.orders)
-    assert best.time <= known.time
+    assert best.time <= start.time
     assert problem.lower_bound <= best.time * (1 + 1e-9)
     assert proof.lower_bound <= best.time * (1 + 1e-9)
     if proof.is_complete:
@@ -47,12 +47,12 @@ def test_schedules_of_whole_backward_passes_are_found() -> None:
     problem = ScheduleProblem(2, 4, (StageCosts(1, 2, 0, 1),) * 2, limit=2)
     passes = Passes(problem)
     one_by_one = greedy_orders(passes, Policy(limits=(1.0, 1.0)))
-    known = timing_of(passes, one_by_one)
-    assert known is not None
-    proof = prove(known, 20)
+    start = timing_of(passes, one_by_one)
+    assert start is not None
+    proof = prove(start, 20)
     assert proof.is_complete
     assert proof.timing is not None
-    assert proof.timing.time < known.time
+    assert proof.timing.time < start.time
 
 
 def test_a_large_problem_and_a_missing_solver_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from shardlab.strategies.plan.plan import Plan
 
 def results_of(problem: Problem, *plans: Plan) -> Results:
     candidates = [Candidate(plan, 1, problem.precisions[0]) for plan in plans]
-    outcomes = [PlanOutcome(each, forecast(problem.workload(each))) for each in candidates]
+    outcomes = [PlanOutcome(candidate, forecast(problem.workload(candidate))) for candidate in candidates]
     return Results(outcomes)
 
 
@@ -23,9 +23,9 @@ def test_a_pipeline_plan_gains_from_a_searched_schedule() -> None:
     problem = Problem(find_model("gpt2"), find_cluster("a100x4"), 32, (find_precision("bf16"),))
     results = results_of(problem, Plan(Mesh(pp=4)), Plan(Mesh(dp_shard=4)), Plan(Mesh(pp=2, dp_shard=2)))
     plans = schedules_for_plans(problem, results, 2)
-    assert {each.candidate.plan.mesh.pp for each in plans} == {2, 4}, "the plan without a pipeline is left out"
-    assert all(each.schedule is not None and each.gain > 0 for each in plans)
-    assert all(each.seconds < each.published_seconds for each in plans)
+    assert {result.candidate.plan.mesh.pp for result in plans} == {2, 4}, "the plan without a pipeline is left out"
+    assert all(result.schedule is not None and result.gain > 0 for result in plans)
+    assert all(result.seconds < result.published_seconds for result in plans)
 
 
 def test_a_plan_whose_model_is_too_shallow_says_so() -> None:

@@ -36,11 +36,11 @@ PLAN = Plan(Mesh(pp=4, tp=2), sequence_parallel=True)
 def test_costs_of_stages_add_up_to_a_published_step() -> None:
     """The search's clock and the replay differ by the optimizer, and by messages that share a link."""
     step = workload(PLAN)
-    found = search_schedule(problem_of(step, placement="vee", stages_per_rank=2).pipelines[0], evaluations=0)
-    for each in found.published:
-        if each.fits and each.name != "dualpipe-v":
-            whole = replace(step, plan=replace(PLAN, schedule=each.name)).estimate()
-            assert each.time == pytest.approx(whole.step, rel=0.06), each.name
+    result = search_schedule(problem_of(step, placement="vee", stages_per_rank=2).pipelines[0], evaluations=0)
+    for published in result.published:
+        if published.fits and published.name != "dualpipe-v":
+            whole = replace(step, plan=replace(PLAN, schedule=published.name)).estimate()
+            assert published.time == pytest.approx(whole.step, rel=0.06), published.name
 
 
 def test_the_head_makes_the_last_stage_slower_and_larger() -> None:
@@ -55,8 +55,8 @@ def test_a_found_schedule_is_faster_in_the_whole_step_as_well_and_fits() -> None
     step = workload(PLAN, 12)
     memory = 60.0 * 2**30
     problem = problem_of(step, placement="vee", stages_per_rank=2, memory=memory)
-    found, whole = problem.search(partial(search_for, 300))
-    best = found.best_published
+    result, whole = problem.search(partial(search_for, 300))
+    best = result.best_published
     assert best is not None
     published = replace(step, plan=replace(PLAN, schedule=best.name)).estimate()
     assert whole.step < published.step
@@ -80,12 +80,12 @@ def test_memory_that_the_replay_leaves_is_used() -> None:
     first = search_for(0, problem.pipelines[0], 1.0)
     assert first.best_published is not None
     assert first.best_published.name == "v-min"
-    found, whole = problem.search(partial(search_for, 0))
+    result, whole = problem.search(partial(search_for, 0))
     zb_v = replace(problem.workload, plan=replace(PLAN, schedule="zb-v")).estimate()
     assert whole.step <= zb_v.step
     assert whole.peak.bytes <= problem.budget
-    assert found.best_published is not None
-    assert found.best_published.name == "zb-v"
+    assert result.best_published is not None
+    assert result.best_published.name == "zb-v"
 
 
 def test_recomputed_stages_keep_little() -> None:
@@ -102,10 +102,10 @@ def test_recomputed_stages_are_searched_with_whole_backward_passes_too() -> None
     halves, whole = problem_of(step).pipelines
     assert halves.has_halves
     assert not whole.has_halves
-    each, other = halves.stages[1], whole.stages[1]
-    assert other.input == pytest.approx(each.input + each.weight, rel=0.05)
-    assert each.kept_memory > 2 * each.activation
-    assert other.kept_memory == other.activation
+    in_halves, in_one_pass = halves.stages[1], whole.stages[1]
+    assert in_one_pass.input == pytest.approx(in_halves.input + in_halves.weight, rel=0.05)
+    assert in_halves.kept_memory > 2 * in_halves.activation
+    assert in_one_pass.kept_memory == in_one_pass.activation
     assert len(problem_of(workload(PLAN)).pipelines) == 1
 
 
@@ -115,8 +115,8 @@ def test_recomputed_steps_are_no_slower_than_1f1b_in_its_memory(gib: float) -> N
     step = workload(plan, 12)
     published = step.estimate()
     problem = problem_of(step, memory=max(published.peak.bytes, gib * 2**30))
-    found, whole = problem.search(partial(search_for, 30))
-    assert next(each.fits for each in found.published if each.name == "1f1b")
+    result, whole = problem.search(partial(search_for, 30))
+    assert next(schedule.fits for schedule in result.published if schedule.name == "1f1b")
     assert whole.step <= published.step
     assert whole.peak.bytes <= problem.budget
 
@@ -126,15 +126,15 @@ def test_a_published_schedule_that_does_not_fit_in_the_whole_step_is_no_result()
     problem = problem_of(workload(PLAN, 12), placement="vee", stages_per_rank=2, memory=42.0 * 2**30)
 
     def search(pipeline: ScheduleProblem, share: float) -> FoundSchedule:
-        found = search_for(0, pipeline, share)
-        best = [replace(each, time=0.0, fits=each.name == "zb-v") for each in found.published]
-        return replace(found, published=sorted(best, key=lambda each: each.name != "zb-v"))
+        result = search_for(0, pipeline, share)
+        best = [replace(schedule, time=0.0, fits=schedule.name == "zb-v") for schedule in result.published]
+        return replace(result, published=sorted(best, key=lambda schedule: schedule.name != "zb-v"))
 
-    found, whole = problem.search(search)
+    result, whole = problem.search(search)
     zb_v = replace(problem.workload, plan=replace(PLAN, schedule="zb-v")).estimate()
     assert zb_v.step < whole.step
     assert zb_v.peak.bytes > problem.budget
-    assert found.source != "zb-v"
+    assert result.source != "zb-v"
     assert whole.peak.bytes <= problem.budget
 
 
@@ -143,8 +143,8 @@ def test_a_published_schedule_that_does_not_fit_in_the_whole_step_is_no_result()
 def test_no_published_schedule_with_which_the_step_fits_is_faster(gib: float) -> None:
     """The search estimates that V-Half does not fit, but its replay does."""
     problem = problem_of(workload(PLAN, 12), placement="vee", stages_per_rank=2, memory=gib * 2**30)
-    found, whole = problem.search(partial(search_for, 20))
+    result, whole = problem.search(partial(search_for, 20))
     v_half = replace(problem.workload, plan=replace(PLAN, schedule="v-half")).estimate()
     assert v_half.peak.bytes <= problem.budget
     assert whole.step <= v_half.step
-    assert next(each for each in found.published if each.fits).name == "v-half"
+    assert next(schedule for schedule in result.published if schedule.fits).name == "v-half"

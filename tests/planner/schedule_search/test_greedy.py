@@ -19,7 +19,7 @@ def test_every_policy_makes_a_complete_schedule_that_fits(problem: ScheduleProbl
     passes = Passes(problem)
     for policy in islice(policies(passes), 0, None, 37):
         orders = greedy_orders(passes, policy)
-        assert sorted(each for order in orders for each in order) == list(range(passes.count))
+        assert sorted(pass_number for order in orders for pass_number in order) == list(range(passes.count))
         assert passes.fits(orders)
         assert timing_of(passes, orders) is not None
 

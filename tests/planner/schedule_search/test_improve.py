@@ -25,14 +25,14 @@ def test_improved_schedules_fit_and_take_the_time_that_is_said(problem: Schedule
     start = skeleton_of(passes, greedy_orders(passes, next(policies(passes))), 0.01)
     filled = fill(passes, start)
     assert filled is not None
-    left = iter(range(60))
-    found = improve(passes, [start], Random(1), lambda best: next(left, None) is None)
-    assert found.time <= filled.time + 1e-9
-    assert passes.fits(found.orders)
-    assert sorted(each for order in found.orders for each in order) == list(range(passes.count))
-    alone = timing_of(passes, found.orders)
-    assert alone is not None
-    assert alone.time == pytest.approx(found.time)
+    remaining = iter(range(60))
+    improved = improve(passes, [start], Random(1), lambda best: next(remaining, None) is None)
+    assert improved.time <= filled.time + 1e-9
+    assert passes.fits(improved.orders)
+    assert sorted(pass_number for order in improved.orders for pass_number in order) == list(range(passes.count))
+    recomputed = timing_of(passes, improved.orders)
+    assert recomputed is not None
+    assert recomputed.time == pytest.approx(improved.time)
 
 
 def test_the_weight_halves_of_zb_h1_are_found_again() -> None:
@@ -49,24 +49,24 @@ def test_the_weight_halves_of_zb_h1_are_found_again() -> None:
 def test_an_interrupted_search_returns_the_best_so_far() -> None:
     passes = Passes(ScheduleProblem(4, 8, equal_stages(4, 1, 1, 1, 2), limit=3, placement="vee"))
     start = skeleton_of(passes, greedy_orders(passes, next(policies(passes))), 1.0)
-    seen: list[float] = []
+    best_times: list[float] = []
 
     def interrupt(best: float) -> bool:
-        seen.append(best)
-        if len(seen) == 200:
+        best_times.append(best)
+        if len(best_times) == 200:
             raise KeyboardInterrupt
         return False
 
-    found = improve(passes, [start], Random(0), interrupt)
-    assert found.time == min(seen)
+    result = improve(passes, [start], Random(0), interrupt)
+    assert result.time == min(best_times)
 
 
 def test_equally_fast_schedules_with_less_memory_are_preferred() -> None:
     """If the last stage takes most of the time, the others are never late, however little they hold."""
     free = ScheduleProblem(4, 12, (*equal_stages(4, 1, 1, 1)[:3], StageCosts(9, 9, 9, 1)))
-    found = search_schedule(free, evaluations=0)
-    assert found.is_optimal
-    assert max(found.timing.peaks) < 12
+    result = search_schedule(free, evaluations=0)
+    assert result.is_optimal
+    assert max(result.timing.peaks) < 12
 
 
 @settings(max_examples=examples(40), deadline=None)

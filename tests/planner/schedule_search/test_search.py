@@ -34,11 +34,11 @@ from tests.support.thorough import examples, sampled
 @settings(max_examples=examples(40), deadline=None)
 @given(problems())
 def test_a_found_schedule_fits_beats_the_published_and_passes_all_channel_models(problem: ScheduleProblem) -> None:
-    found = search_schedule(problem, evaluations=40)
-    assert found.timing.passes.fits(found.timing.orders)
-    assert found.timing.time >= found.lower_bound * (1 - 1e-9)
-    assert all(found.timing.time <= each.time + 1e-9 for each in found.published if each.fits)
-    plan = Plan(Mesh(pp=problem.ranks), schedule=PlacedSchedule.of("found", found.steps, "the search"))
+    result = search_schedule(problem, evaluations=40)
+    assert result.timing.passes.fits(result.timing.orders)
+    assert result.timing.time >= result.lower_bound * (1 - 1e-9)
+    assert all(result.timing.time <= published.time + 1e-9 for published in result.published if published.fits)
+    plan = Plan(Mesh(pp=problem.ranks), schedule=PlacedSchedule.of("found", result.steps, "the search"))
     program = trace(program_from_plan(plan), plan.mesh, len(problem.stages), problem.microbatches)
     assert check(program).backends() == ["gloo", "nccl"]
 
@@ -51,9 +51,9 @@ def test_ctrl_c_ends_the_search_while_the_first_schedules_are_built(monkeypatch:
         return build(*arguments)
 
     monkeypatch.setattr(search, "greedy_orders", interrupt)
-    found = search_schedule(problem, evaluations=10**9)
-    assert not found.is_optimal
-    assert found.evaluations == 1 + len(found.published) + search.GREEDY
+    result = search_schedule(problem, evaluations=10**9)
+    assert not result.is_optimal
+    assert result.evaluations == 1 + len(result.published) + search.GREEDY
 
 
 def verified(rank: int, job: Job) -> Verdict | None:
@@ -66,9 +66,9 @@ def verified(rank: int, job: Job) -> Verdict | None:
 def test_a_found_schedule_trains_as_one_device_does(
     ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory, problem: ScheduleProblem
 ) -> None:
-    found = search_schedule(problem, evaluations=20)
+    result = search_schedule(problem, evaluations=20)
     file = tmp_path_factory.getbasetemp() / "found.csv"
-    file.write_text(schedule_files(found.steps)["schedule-with-messages.csv"])
+    file.write_text(schedule_files(result.steps)["schedule-with-messages.csv"])
     plan = Plan(Mesh(pp=problem.ranks), schedule=str(file))
     model = MLP(layers=len(problem.stages), hidden_size=8, seq_len=4, vocab_size=11)
     job = Job(plan, problem.ranks, problem.microbatches, model, 1, "fp64")
@@ -97,8 +97,8 @@ its simulator.py): zerobubble 103, zbv-formatted 99.5, v-half 104.5, v-min 109, 
 
 @pytest.mark.parametrize(("placement", "limit", "time"), EQUAL)
 def test_equal_stages_reach_the_figures_of_primus(placement: Placement, limit: int, time: float) -> None:
-    each = 2 if placement == "vee" else 1
-    problem = ScheduleProblem(8, 32, equal_stages(8, 1, 1, 1, each), limit=limit, placement=placement)
+    stages_per_rank = 2 if placement == "vee" else 1
+    problem = ScheduleProblem(8, 32, equal_stages(8, 1, 1, 1, stages_per_rank), limit=limit, placement=placement)
     assert search_schedule(problem, evaluations=100).timing.time <= time
 
 
@@ -112,33 +112,33 @@ ILP = {(8, 24): (0.0433, 24 / 2304), (8, 32): (0.0039, 24 / 2304), (16, 48): (0.
 def test_unequal_passes_reach_the_schedules_of_an_integer_program(ranks: int, microbatches: int) -> None:
     rate, heads = ILP[ranks, microbatches]
     row = next(row for row in TABLE if (row.ranks, row.microbatches) == (ranks, microbatches))
-    kept = 32 / (34 + 5 * heads * 1024)
-    stages = (StageCosts(*row.times.passes, 1, kept),) * ranks
+    kept_memory = 32 / (34 + 5 * heads * 1024)
+    stages = (StageCosts(*row.times.passes, 1, kept_memory),) * ranks
     problem = ScheduleProblem(ranks, microbatches, stages, row.times.latency, 2 * ranks, objective="span")
     assert found_bubble(search_schedule(problem, evaluations=700)) <= rate + 0.0002
 
 
-def found_bubble(found: FoundSchedule) -> float:
-    return round(found.bubble, 4)
+def found_bubble(schedule: FoundSchedule) -> float:
+    return round(schedule.bubble, 4)
 
 
 def test_a_heavy_head_is_worth_more_than_published_schedules() -> None:
     """The last of 16 stages takes more than twice as long: a V-shaped schedule that knows it loses less."""
     stages = (*(StageCosts(0.5, 0.5, 0.5, 0.5),) * 15, StageCosts(1.25, 1.25, 1.25, 0.5))
-    found = search_schedule(ScheduleProblem(8, 32, stages, 0.05, 8, "vee"), evaluations=50)
-    assert found.best_published is not None
-    assert found.timing.time < 0.99 * found.best_published.time
+    result = search_schedule(ScheduleProblem(8, 32, stages, 0.05, 8, "vee"), evaluations=50)
+    assert result.best_published is not None
+    assert result.timing.time < 0.99 * result.best_published.time
 
 
 def test_the_files_of_a_found_schedule_are_read_again(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = search_schedule(
+    result = search_schedule(
         ScheduleProblem(3, 5, equal_stages(3, 1, 1, 1, 2), limit=2, placement="vee"), evaluations=50
     )
     folder = tmp_path_factory.mktemp("files")
-    for name, text in schedule_files(found.steps).items():
+    for name, text in schedule_files(result.steps).items():
         (folder / name).write_text(text)
-    again = find_schedule(str(folder / "schedule-with-messages.csv"))
-    assert isinstance(again, Steps)
-    assert found.timing.passes.orders_of(again)[0] == found.timing.orders
+    imported = find_schedule(str(folder / "schedule-with-messages.csv"))
+    assert isinstance(imported, Steps)
+    assert result.timing.passes.orders_of(imported)[0] == result.timing.orders
     plan = Plan(Mesh(pp=3), schedule=f"{folder / 'schedule.py'}:edited")
-    assert found.timing.passes.orders_of(plan.steps(6, 5))[0] == found.timing.orders
+    assert result.timing.passes.orders_of(plan.steps(6, 5))[0] == result.timing.orders

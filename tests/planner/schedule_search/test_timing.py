@@ -23,20 +23,20 @@ def test_times_and_memory_are_those_of_an_independent_clock(
     name: str, ranks: int, microbatches: int, input: int, weight: int
 ) -> None:
     schedule = SCHEDULES[name]
-    each = schedule.stages_per_rank or 1
-    stages = equal_stages(ranks, each, each * input, each * weight, each)
-    placement = "vee" if each == 2 else "loop"
+    stages_per_rank = schedule.stages_per_rank or 1
+    stages = equal_stages(ranks, stages_per_rank, stages_per_rank * input, stages_per_rank * weight, stages_per_rank)
+    placement = "vee" if stages_per_rank == 2 else "loop"
     problem = ScheduleProblem(ranks, microbatches, stages, 0.5, placement=placement, objective="span")
     passes = Passes(problem)
-    orders, whole = passes.orders_of(resolve_schedule(schedule, ranks, microbatches, each))
+    orders, whole = passes.orders_of(resolve_schedule(schedule, ranks, microbatches, stages_per_rank))
     timing = timing_of(passes, orders, whole)
     assert timing is not None
     clock = PassTimes(1, input, weight, 0.5)
     starts = [timing.end[order[0]] - passes.duration[order[0]] for order in orders]
     spans = [timing.end[order[-1]] - start for order, start in zip(orders, starts, strict=True)]
-    assert max(spans) == pytest.approx(cost(schedule, ranks, microbatches, each, clock))
+    assert max(spans) == pytest.approx(cost(schedule, ranks, microbatches, stages_per_rank, clock))
     assert timing.time <= max(spans) + 1e-9, "a rank may start later"
-    assert max(timing.peaks) == pytest.approx(peak_live(schedule, ranks, microbatches, each))
+    assert max(timing.peaks) == pytest.approx(peak_live(schedule, ranks, microbatches, stages_per_rank))
     assert timing.time >= problem.lower_bound - 1e-9
 
 
