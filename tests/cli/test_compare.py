@@ -20,7 +20,7 @@ from shardlab.simulate.timeline import PUZZLE_COSTS
 from shardlab.simulate.timeline.measured import write_rank, write_trace
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job, job_as_dict, job_from_dict
-from tests.draw.trace_format import named, require_readable
+from tests.draw.trace_format import names_of, require_readable
 from tests.simulate.timeline.test_measured import records
 
 JOB = Job("fsdp", 2, 2, GPT(layers=3, hidden_size=16, heads=2, seq_len=8), 2)
@@ -116,7 +116,7 @@ def test_both_timelines_go_into_one_file_for_trace_viewers(tmp_path: Path) -> No
     assert main(["compare", str(tmp_path), "--trace", str(tmp_path / "both.json")]) == 0
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     require_readable(events)
-    names = named(events, "process_name")
+    names = names_of(events, "process_name")
     assert list(names.values()) == ["predicted rank 0", "predicted rank 1", "measured rank 0", "measured rank 1"]
     (measured,) = [process for (process, _), name in names.items() if name == "measured rank 0"]
     live = [event["args"] for event in events if event["ph"] == "C" and event["pid"] == measured]

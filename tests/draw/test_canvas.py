@@ -66,8 +66,8 @@ def counted(timeline: Timeline, kind: OpKind) -> int:
 def test_the_legend_has_the_passes_that_occur_and_no_other(name: str, by: ColorBy) -> None:
     timeline = timeline_of(name, 4)
     words = words_of(name, by)
-    said = {kind for kind, word in WORDS.items() if word in words}
-    assert said == {kind for kind in WORDS if counted(timeline, kind)}
+    legend_kinds = {kind for kind, word in WORDS.items() if word in words}
+    assert legend_kinds == {kind for kind in WORDS if counted(timeline, kind)}
 
 
 @pytest.mark.parametrize("by", ["pass", "layer"])
@@ -90,9 +90,9 @@ def test_passes_are_blue_teal_green_and_orange() -> None:
     timeline = timeline_of("dualpipe-v", 4)
     svg = timeline_svg(timeline)
     for kind, family in families.items():
-        drawn = sum(boxes(svg, shade(family, chunk)) for chunk in (0, 1))
+        count = sum(boxes(svg, shade(family, chunk)) for chunk in (0, 1))
         legend = 1 + 2 * (kind is OpKind.FORWARD)  # the forward's two chunks are swatches as well
-        assert drawn == counted(timeline, kind) + legend
+        assert count == counted(timeline, kind) + legend
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("dualpipe-v", 2)])
@@ -107,10 +107,10 @@ def test_a_pipelines_chunks_differ_in_lightness(name: str, chunks: int) -> None:
 
 
 def test_a_v_turns_between_two_chunks() -> None:
-    found = chunks_of(timeline_of("zb-v", 4, layers=16))
-    assert found is not None
-    assert found[0] == {0: 0, 1: 0, 14: 1, 15: 1}
-    assert found[3] == {6: 0, 7: 0, 8: 1, 9: 1}
+    chunks = chunks_of(timeline_of("zb-v", 4, layers=16))
+    assert chunks is not None
+    assert chunks[0] == {0: 0, 1: 0, 14: 1, 15: 1}
+    assert chunks[3] == {6: 0, 7: 0, 8: 1, 9: 1}
 
 
 def test_without_a_pipeline_layers_differ_in_lightness() -> None:
@@ -137,9 +137,9 @@ def test_a_finer_cut_leaves_the_models_layers_their_number_and_colour(mesh: Mesh
     sizes = Sizes.context_blocks(3) if mesh.cp > 1 else Sizes.of_puzzle(3, mesh)
     timeline = simulate(check(trace(program_from_plan(plan), mesh, sizes, 2)))
     assert sizes.layers > model_layer_count(sizes) == 3
-    found = [model_layer(sizes, layer) for layer in range(sizes.layers)]
-    assert found == sorted(found)
-    assert set(found) == {0, 1, 2}
+    layers = [model_layer(sizes, layer) for layer in range(sizes.layers)]
+    assert layers == sorted(layers)
+    assert set(layers) == {0, 1, 2}
     assert any("3 layers" in word for word in texts(timeline_svg(timeline)))
 
 
@@ -150,9 +150,9 @@ PICTURES = sorted((Path(__file__).parents[2] / "docs" / "pictures").glob("*.svg"
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
 def test_every_light_grey_of_a_picture_has_a_colour_on_a_dark_ground(picture: Path) -> None:
-    drawn = picture.read_text(encoding="utf-8")
-    assert dark_rules() in drawn
-    for color in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn.replace(dark_rules(), ""))):
+    svg = picture.read_text(encoding="utf-8")
+    assert dark_rules() in svg
+    for color in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", svg.replace(dark_rules(), ""))):
         red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
         if max(red, green, blue) - min(red, green, blue) < 24 and green > 96:
             assert color in (*DARK, GROUND), color
@@ -169,7 +169,7 @@ def test_dark_rules_keep_white_text_and_concern_pictures_only() -> None:
     assert all(rule.startswith(".shardlab ") for rule in rules)
     assert not any(GROUND in rule and not rule.startswith((".shardlab path", ".shardlab use")) for rule in rules)
     assert {rule.split("[")[0] for rule in rules if INK in rule} == {
-        f".shardlab {each}" for each in ("text", "g", "path")
+        f".shardlab {element}" for element in ("text", "g", "path")
     }
 
 

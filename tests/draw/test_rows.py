@@ -41,9 +41,9 @@ def test_folded_ranks_have_their_true_numbers_everywhere() -> None:
 
 
 def test_a_folded_picture_counts_the_ranks_and_the_layers_of_the_model() -> None:
-    (said,) = [word for word in texts(timeline_svg(FOLDED.timeline())) if "microbatches  ·" in word]
-    assert said.startswith("32 ranks (pp 4 x tp 8) in 4 rows, alike ones together  ·  8 layers  ·  4 microbatches")
-    assert said.endswith(f"peak {bytes_text(FOLDED.peak.bytes)} on ranks {_first_peak()}")
+    (title,) = [word for word in texts(timeline_svg(FOLDED.timeline())) if "microbatches  ·" in word]
+    assert title.startswith("32 ranks (pp 4 x tp 8) in 4 rows, alike ones together  ·  8 layers  ·  4 microbatches")
+    assert title.endswith(f"peak {bytes_text(FOLDED.peak.bytes)} on ranks {_first_peak()}")
 
 
 def _first_peak() -> str:
@@ -88,8 +88,8 @@ def test_ranks_that_lie_apart_are_counted() -> None:
 
 def test_spaced_rows_have_both_ends() -> None:
     rows = rows_of(timeline_of("1f1b", 64))
-    found = [row.row for row in sample_rows(rows, 8)]
-    assert found == [0, 9, 18, 27, 36, 45, 54, 63]
+    numbers = [row.row for row in sample_rows(rows, 8)]
+    assert numbers == [0, 9, 18, 27, 36, 45, 54, 63]
     assert sample_rows(rows, 64) == rows
 
 
@@ -112,9 +112,9 @@ def large_plan() -> Timeline:
 )
 def test_64_ranks_are_drawn_in_seconds_and_some_hundred_kilobytes(name: str, microbatches: int) -> None:
     timeline = wide(name, microbatches)
-    before = time.process_time()
+    start = time.process_time()
     svg = timeline_svg(timeline)
-    assert time.process_time() - before < 20
+    assert time.process_time() - start < 20
     assert len(svg) < 600_000
     width, height = (float(size) for size in re.findall(r'(?:width|height)="([\d.]+)pt"', svg)[:2])
     assert width < 20 * 72
@@ -136,13 +136,13 @@ def test_a_pass_goes_through_all_layers_of_a_stage_and_is_as_high_as_it_computes
     timeline = large_plan()
     looks = Looks(timeline, "pass")
     (row, *_) = rows_of(timeline)
-    found = passes(row, looks)
-    forwards = [span for kind, span in found if kind is OpKind.FORWARD]
+    spans = passes(row, looks)
+    forwards = [span for kind, span in spans if kind is OpKind.FORWARD]
     assert [span.text for span in forwards] == [str(microbatch) for microbatch in range(32)]
-    assert sum(kind is OpKind.BACKWARD for kind, _ in found) == 32
+    assert sum(kind is OpKind.BACKWARD for kind, _ in spans) == 32
     for span in forwards:
-        inside = [e for e in row.events if e.kind is OpKind.FORWARD and span.start <= e.start < span.end]
-        computes = sum(event.end - event.start for event in inside)
+        events = [e for e in row.events if e.kind is OpKind.FORWARD and span.start <= e.start < span.end]
+        computes = sum(event.end - event.start for event in events)
         assert sum(share for _, share in span.shares) * (span.end - span.start) == pytest.approx(computes)
 
 
@@ -150,8 +150,8 @@ def test_recomputation_is_part_of_its_backward_pass() -> None:
     plan = Plan(Mesh(pp=2), recompute="full")
     timeline = estimate(fold(plan, Sizes.of_puzzle(8, plan.mesh), 4), FakePrices()).timeline()
     looks = Looks(timeline, "pass")
-    found = passes(rows_of(timeline)[0], looks)
-    backwards = [span for kind, span in found if kind is OpKind.BACKWARD]
+    spans = passes(rows_of(timeline)[0], looks)
+    backwards = [span for kind, span in spans if kind is OpKind.BACKWARD]
     assert len(backwards) == 4
     assert all("////" in {paint.hatch for paint, _ in span.shares} for span in backwards)
 
@@ -169,11 +169,11 @@ def test_detail_goes_from_ops_to_passes_to_shares() -> None:
 def test_shares_of_the_time_add_up_to_what_is_computed() -> None:
     timeline = timeline_of("1f1b", 8, microbatches=64)
     rows, looks = rows_of(timeline), Looks(timeline, "pass")
-    drawn = tracks(rows, looks, Detail.SHARES, 0.1, lambda row, event: "")
-    for row, track in zip(rows, drawn, strict=True):
+    drawn_tracks = tracks(rows, looks, Detail.SHARES, 0.1, lambda row, event: "")
+    for row, track in zip(rows, drawn_tracks, strict=True):
         computes = sum(e.end - e.start for e in row.events if e.kind in (OpKind.FORWARD, OpKind.BACKWARD))
-        shown = sum(share * (span.end - span.start) for span in track.compute for _, share in span.shares)
-        assert shown == pytest.approx(computes, rel=0.15)
+        drawn_seconds = sum(share * (span.end - span.start) for span in track.compute for _, share in span.shares)
+        assert drawn_seconds == pytest.approx(computes, rel=0.15)
         assert all(sum(share for _, share in span.shares) <= 1.1 for span in track.compute)
 
 
@@ -195,12 +195,14 @@ def test_one_rank_of_many_microbatches_has_a_close_up() -> None:
 def test_communications_at_the_same_time_are_drawn_one_above_the_other(name: str) -> None:
     entry = STRATEGIES[name]
     timeline = simulate(check(trace(entry.program, entry.mesh(4), entry.puzzle(4), 4)))
-    drawn = tracks(rows_of(timeline), Looks(timeline, "pass"), Detail.OPS, 10.0, lambda _, event: event.kind.value)
+    drawn_tracks = tracks(
+        rows_of(timeline), Looks(timeline, "pass"), Detail.OPS, 10.0, lambda _, event: event.kind.value
+    )
     shared = 0
-    for track in drawn:
+    for track in drawn_tracks:
         for one, other in combinations(track.communication, 2):
             if max(one.start, other.start) < min(one.end, other.end) - 1e-6:
                 assert max(one.part[0], other.part[0]) >= min(one.part[1], other.part[1])
                 shared += 1
     assert (shared > 0) == (name != "fsdp")
-    assert name != "fsdp" or {span.part for track in drawn for span in track.communication} == {(0.0, 1.0)}
+    assert name != "fsdp" or {span.part for track in drawn_tracks for span in track.communication} == {(0.0, 1.0)}

@@ -82,8 +82,8 @@ def test_boxes_carry_their_microbatches() -> None:
 )
 def test_each_kind_of_communication_has_its_own_colour_and_a_word_in_the_legend(name: str, kinds: set[OpKind]) -> None:
     svg = timeline_svg(timeline_of(name, 4))
-    drawn = {kind for kind in COMMUNICATION if kind.row.legend in texts(svg)}
-    assert drawn == kinds
+    legend_kinds = {kind for kind in COMMUNICATION if kind.row.legend in texts(svg)}
+    assert legend_kinds == kinds
     assert all(boxes(svg, COLORS[kind.row.color]) >= 4 for kind in kinds)
 
 
@@ -146,8 +146,8 @@ def test_every_send_is_joined_to_its_receive() -> None:
     timeline = timeline_of("gpipe", 4, layers=8)
     pairs = list(messages(timeline))
     assert len(pairs) == 2 * 3 * 4
-    assert all(abs(sent.rank - received.rank) == 1 and sent.end <= received.start for sent, received in pairs)
-    assert all(sent.microbatches == received.microbatches for sent, received in pairs)
+    assert all(abs(send.rank - receive.rank) == 1 and send.end <= receive.start for send, receive in pairs)
+    assert all(send.microbatches == receive.microbatches for send, receive in pairs)
 
 
 def test_a_rank_alone_or_without_events_is_still_a_picture() -> None:
@@ -270,10 +270,10 @@ def words(svg: str) -> list[str]:
 
 def test_both_are_named_with_their_lengths_in_milliseconds() -> None:
     predicted = simulate(CHECKED)
-    said = words(comparison_svg({"predicted": predicted, "measured": SLOW}, "fsdp"))
-    assert {"predicted", "measured", "fsdp", "milliseconds since the first rank began"} <= set(said)
-    assert f"predicted {1000 * predicted.end:.4g} ms  ·  measured {1000 * SLOW.end:.4g} ms" in said
-    assert said.count("rank 0") == said.count("rank 1") == 2
+    picture_words = words(comparison_svg({"predicted": predicted, "measured": SLOW}, "fsdp"))
+    assert {"predicted", "measured", "fsdp", "milliseconds since the first rank began"} <= set(picture_words)
+    assert f"predicted {1000 * predicted.end:.4g} ms  ·  measured {1000 * SLOW.end:.4g} ms" in picture_words
+    assert picture_words.count("rank 0") == picture_words.count("rank 1") == 2
 
 
 def test_a_measurement_alone_is_drawn_alone(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shardlab.simulate.timeline import Costs, simulate
 from shardlab.simulate.timeline.run import memory_counters
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan.plan import Plan
-from tests.draw.trace_format import named, require_readable
+from tests.draw.trace_format import names_of, require_readable
 from tests.simulate.timeline.fakes import FakePrices
 from tests.support.random_plans import random_plan
 from tests.support.thorough import examples
@@ -40,8 +40,10 @@ def of_plan(name: str) -> Estimate:
     return estimate(fold(plan, sizes, 4 * plan.data_ranks), FakePrices())
 
 
-def written(found: Estimate, tmp_path: Path) -> list[dict[str, Any]]:
-    save_trace_events({"": (found.timeline(), memory_counters(found.traced, found.times))}, tmp_path / "trace.json")
+def write_trace(estimate: Estimate, tmp_path: Path) -> list[dict[str, Any]]:
+    save_trace_events(
+        {"": (estimate.timeline(), memory_counters(estimate.traced, estimate.times))}, tmp_path / "trace.json"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     return json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
@@ -52,10 +54,10 @@ def spans(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_spans_are_the_timelines_events(name: str, tmp_path: Path) -> None:
-    found = of_plan(name)
-    stride = found.traced.program.mesh.world // found.traced.program.ranks
-    read = {(span["pid"], span["args"]["op"]): span for span in spans(written(found, tmp_path))}
-    events = [event for row in found.timeline().events for event in row]
+    estimate = of_plan(name)
+    stride = estimate.traced.program.mesh.world // estimate.traced.program.ranks
+    read = {(span["pid"], span["args"]["op"]): span for span in spans(write_trace(estimate, tmp_path))}
+    events = [event for row in estimate.timeline().events for event in row]
     assert len(read) == len(events)
     for event in events:
         span = read[event.rank * stride, event.op]
@@ -66,7 +68,7 @@ def test_the_spans_are_the_timelines_events(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_viewer_can_read_it(name: str, tmp_path: Path) -> None:
-    require_readable(written(of_plan(name), tmp_path))
+    require_readable(write_trace(of_plan(name), tmp_path))
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -80,19 +82,19 @@ def test_a_viewer_can_read_any_plan_at_any_costs(seed: int, times: list[float]) 
 
 
 def test_a_span_names_its_microbatch_and_the_models_layer_and_each_pass_has_a_colour(tmp_path: Path) -> None:
-    split = [span for span in spans(written(of_plan("pipeline"), tmp_path)) if span["cat"].startswith("backward")]
+    split = [span for span in spans(write_trace(of_plan("pipeline"), tmp_path)) if span["cat"].startswith("backward")]
     assert {"backward-input 0 (layer 0)", "backward-weight 3 (layer 7)"} <= {span["name"] for span in split}
     assert len({(span["cat"], span["cname"]) for span in split}) == len({span["cname"] for span in split}) >= 2
-    finest = spans(written(of_plan("3d"), tmp_path))
+    finest = spans(write_trace(of_plan("3d"), tmp_path))
     assert {re.sub(r".*layer (\d+).*", r"\1", e["name"]) for e in finest if e["cat"] == "forward"} == {*"01"}
 
 
 def test_every_track_has_a_name_and_ranks_their_true_numbers(tmp_path: Path) -> None:
-    events = written(of_plan("3d"), tmp_path)
-    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    assert {(span["pid"], span["tid"]) for span in spans(events)} == set(named)
-    assert {rank for rank, _ in named} == {0, 4}
-    assert set(named.values()) == {
+    events = write_trace(of_plan("3d"), tmp_path)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert {(span["pid"], span["tid"]) for span in spans(events)} == set(names)
+    assert {rank for rank, _ in names} == {0, 4}
+    assert set(names.values()) == {
         "compute",
         "communication on dp_shard",
         "communication on pp",
@@ -111,9 +113,9 @@ def arrows_of(events: list[dict[str, Any]], name: str) -> list[tuple[dict[str, A
 
 
 def test_an_arrow_goes_from_each_send_to_its_receive(tmp_path: Path) -> None:
-    found = of_plan("pipeline")
-    messages = arrows_of(written(found, tmp_path), "message")
-    assert len(messages) == sum(op.kind is OpKind.SEND for tape in found.traced.program.tapes for op in tape)
+    estimate = of_plan("pipeline")
+    messages = arrows_of(write_trace(estimate, tmp_path), "message")
+    assert len(messages) == sum(op.kind is OpKind.SEND for tape in estimate.traced.program.tapes for op in tape)
     assert all(start["pid"] != end["pid"] for start, end in messages)
 
 
@@ -123,8 +125,8 @@ async def late(rank: Rank) -> None:
     for m in [[0], [1, 2], [3]][rank.index]:
         rank.activations[0] = rank.load_batch([m])
         grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
-        found, _ = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])
-        rank.grad_weights[0] = rank.grad_weights[0] + found if 0 in rank.grad_weights else found
+        grad_weight, _ = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])
+        rank.grad_weights[0] = rank.grad_weights[0] + grad_weight if 0 in rank.grad_weights else grad_weight
     total = await rank.all_reduce(rank.grad_weights.pop(0))
     rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
 
@@ -140,7 +142,7 @@ def test_messages_that_travel_at_once_have_tracks_of_their_own() -> None:
     timeline = simulate(check(trace(GPIPE.program, GPIPE.grid(4), 4, 4)), costs)
     events = list(trace_events({"": (timeline, None)}))
     require_readable(events)
-    assert "send to rank 1 (2)" in named(events, "thread_name").values()
+    assert "send to rank 1 (2)" in names_of(events, "thread_name").values()
 
 
 def test_several_timelines_stand_in_one_file_rank_beside_rank(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_several_timelines_stand_in_one_file_rank_beside_rank(tmp_path: Path) ->
     save_trace_events({"predicted": (timeline, None), "measured": (longer, None)}, tmp_path / "both.json")
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     require_readable(events)
-    processes = sorted(named(events, "process_name").items())
+    processes = sorted(names_of(events, "process_name").items())
     assert [name for _, name in processes] == [
         "predicted rank 0",
         "measured rank 0",
@@ -162,8 +164,8 @@ def test_several_timelines_stand_in_one_file_rank_beside_rank(tmp_path: Path) ->
 
 
 def test_memory_is_counted_by_category(tmp_path: Path) -> None:
-    found = of_plan("3d")
-    counters = [event for event in written(found, tmp_path) if event["ph"] == "C"]
+    estimate = of_plan("3d")
+    counters = [event for event in write_trace(estimate, tmp_path) if event["ph"] == "C"]
     assert set(counters[0]["args"]) == {
         "parameters",
         "gradients",
@@ -172,7 +174,7 @@ def test_memory_is_counted_by_category(tmp_path: Path) -> None:
         "gathered",
         "communication",
     }
-    assert max(sum(event["args"].values()) for event in counters) <= found.peak.bytes
+    assert max(sum(event["args"].values()) for event in counters) <= estimate.peak.bytes
 
 
 def test_a_timeline_in_unit_costs_counts_what_is_live() -> None:

@@ -92,8 +92,8 @@ def test_a_freed_value_says_so() -> None:
 
 def test_values_of_every_kind_fit_one_picture() -> None:
     kinds = [Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT, Kind.ACTIVATION, Kind.GRAD_ACTIVATION]
-    held = [Holds(0b1, 4) if kind in kinds[:3] else WHOLE for kind in kinds]
-    specs = [Spec(form_of(kind, 1, 0, Space(4), holds), 0b1111) for kind, holds in zip(kinds, held, strict=True)]
+    parts = [Holds(0b1, 4) if kind in kinds[:3] else WHOLE for kind in kinds]
+    specs = [Spec(form_of(kind, 1, 0, Space(4), holds), 0b1111) for kind, holds in zip(kinds, parts, strict=True)]
     svg = network_svg(specs, layers=2, microbatches=4, title="everything")
     assert {kind.value for kind in kinds} <= set(texts(svg))
     assert len(set(COLORS.values())) == len(COLORS) == len(kinds)

@@ -24,7 +24,7 @@ def nanoseconds(event: Json, field: str = "ts") -> int:
 
 def require_readable(events: list[Json]) -> None:
     """Assert all of it."""
-    threads, processes = named(events, "thread_name"), named(events, "process_name")
+    threads, processes = names_of(events, "thread_name"), names_of(events, "process_name")
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     flows: dict[int, dict[str, Json]] = defaultdict(dict)
     for event in events:
@@ -43,7 +43,7 @@ def require_readable(events: list[Json]) -> None:
     assert len({thread for _, thread in threads}) == len(threads), "a thread's number belongs to one process"
     for spans in tracks.values():
         assert spans == sorted(spans)
-        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+        assert all(span[1] <= next_span[0] for span, next_span in pairwise(spans))
     for flow in flows.values():
         assert flow.keys() == {"s", "f"}
         assert {(end["name"], end["cat"]) for end in flow.values()} == {(flow["s"]["name"], flow["s"]["cat"])}
@@ -65,11 +65,11 @@ def require_rising_counters(events: list[Json]) -> None:
         assert times == sorted(times)
 
 
-def named(events: list[Json], what: str) -> dict[tuple[int, int], str]:
+def names_of(events: list[Json], kind: str) -> dict[tuple[int, int], str]:
     """The names of processes or threads, each given once."""
-    found: dict[tuple[int, int], str] = {}
+    names: dict[tuple[int, int], str] = {}
     for event in events:
-        if event["ph"] == "M" and event["name"] == what:
-            assert (event["pid"], event["tid"]) not in found
-            found[event["pid"], event["tid"]] = event["args"]["name"]
-    return found
+        if event["ph"] == "M" and event["name"] == kind:
+            assert (event["pid"], event["tid"]) not in names
+            names[event["pid"], event["tid"]] = event["args"]["name"]
+    return names

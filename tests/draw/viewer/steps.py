@@ -56,8 +56,8 @@ def two_timelines() -> Step:
 def tables_of_trace(path: Path) -> bytes:
     """GPipe, written as a trace and read from it."""
     step = step_of("gpipe")
-    (shown,) = step.timelines
-    save_trace_events({"": (shown.timeline, shown.counters)}, path)
+    (view,) = step.timelines
+    save_trace_events({"": (view.timeline, view.counters)}, path)
     return trace_tables("gpipe", "", read_trace_file(path))
 
 

@@ -16,8 +16,8 @@ def test_columns_of_any_length_come_back(small: list[int], whole: list[int], rea
     columns.add("small", "u8", small)
     columns.add("whole", "i32", whole)
     columns.add("real", "f64", real)
-    header, found = decode(encode(columns.pack({"title": "ä </script>"})))
-    assert found == {"small": small, "whole": whole, "real": real}
+    header, decoded = decode(encode(columns.pack({"title": "ä </script>"})))
+    assert decoded == {"small": small, "whole": whole, "real": real}
     assert header["title"] == "ä </script>"
     assert all(offset % 8 == 0 for _, offset, _ in header["columns"].values())
 
@@ -25,9 +25,9 @@ def test_columns_of_any_length_come_back(small: list[int], whole: list[int], rea
 def test_a_missing_time_is_not_a_number() -> None:
     columns = Columns()
     columns.add("start", "f64", [1.0, math.nan])
-    _, found = decode(encode(columns.pack({})))
-    assert found["start"][0] == 1.0
-    assert math.isnan(found["start"][1])
+    _, decoded = decode(encode(columns.pack({})))
+    assert decoded["start"][0] == 1.0
+    assert math.isnan(decoded["start"][1])
 
 
 def test_equal_items_have_one_number() -> None:

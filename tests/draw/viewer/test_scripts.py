@@ -28,11 +28,11 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_scripts_do_what_their_tests_say(file: Path, tables: Path) -> None:
     environment = {**os.environ, "SHARDLAB_TABLES": str(tables)}
     command = [node_path(), "--test", "--test-reporter=tap", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "# fail 0" in done.stdout
-    assert "# skipped 0" in done.stdout
-    assert "# pass 0" not in done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]
+    assert "# fail 0" in process.stdout
+    assert "# skipped 0" in process.stdout
+    assert "# pass 0" not in process.stdout
 
 
 def test_every_module_of_the_scripts_has_tests_but_for_those_that_need_a_browser() -> None:
@@ -44,10 +44,10 @@ def test_every_module_of_the_scripts_has_tests_but_for_those_that_need_a_browser
 def test_the_joined_script_is_one_module_that_node_can_parse(names: tuple[str, ...], tmp_path: Path) -> None:
     """So no two scripts have the same name at their top, and no import is left."""
     (tmp_path / "page.mjs").write_text(joined_scripts(names), encoding="utf-8")
-    done = subprocess.run(
+    process = subprocess.run(
         [node_path(), "--check", str(tmp_path / "page.mjs")], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert "import {" not in joined_scripts(names)
 
 

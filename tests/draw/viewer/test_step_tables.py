@@ -38,16 +38,16 @@ def test_the_ops_are_those_of_the_tapes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_times_are_those_of_the_timeline(name: str) -> None:
     step = step_of(name)
-    (shown,) = step.timelines
+    (view,) = step.timelines
     _, columns = decode(encode(step_tables(step)))
-    timed = 0
-    for row, events in enumerate(shown.timeline.events):
+    event_count = 0
+    for row, events in enumerate(view.timeline.events):
         for event in events:
             at = int(columns["rowStart"][row]) + event.op
             assert (columns["start0"][at], columns["end0"][at]) == (event.start, event.end)
             assert columns["reached0"][at] <= event.start
-            timed += 1
-    assert sum(not math.isnan(start) for start in columns["start0"]) == timed
+            event_count += 1
+    assert sum(not math.isnan(start) for start in columns["start0"]) == event_count
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,7 +89,7 @@ def test_the_critical_path_is_the_one_of_the_simulation() -> None:
 def test_a_second_timeline_has_columns_of_its_own() -> None:
     step = two_timelines()
     header, columns = decode(encode(step_tables(step)))
-    assert [each["name"] for each in header["timelines"]] == ["predicted", "measured"]
+    assert [entry["name"] for entry in header["timelines"]] == ["predicted", "measured"]
     assert columns["end0"] != columns["end1"]
     assert header["timelines"][1]["figures"]["end"] == step.timelines[1].timeline.end
 

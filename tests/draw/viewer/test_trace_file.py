@@ -16,16 +16,16 @@ from shardlab.simulate.timeline.figures import figures_of
 from tests.draw.viewer.steps import step_of, two_timelines
 
 
-def written(name: str, folder: Path) -> Path:
-    (shown,) = step_of(name).timelines
-    save_trace_events({"": (shown.timeline, shown.counters)}, folder / "trace.json")
+def write_trace(name: str, folder: Path) -> Path:
+    (view,) = step_of(name).timelines
+    save_trace_events({"": (view.timeline, view.counters)}, folder / "trace.json")
     return folder / "trace.json"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "fsdp", "zero-2", "pipeline"])
 def test_a_trace_has_the_events_that_were_written(name: str, tmp_path: Path) -> None:
     timeline = step_of(name).timelines[0].timeline
-    (read,) = read_trace_file(written(name, tmp_path))
+    (read,) = read_trace_file(write_trace(name, tmp_path))
     assert len(read.ranks) == len(timeline.events)
     for rank, events in zip(read.ranks, timeline.events, strict=True):
         assert set(rank.ops) == {event.op for event in events}
@@ -38,21 +38,23 @@ def test_a_trace_has_the_events_that_were_written(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["gpipe", "fsdp", "zero-2", "pipeline"])
 def test_the_figures_of_a_trace_are_those_of_its_timeline(name: str, tmp_path: Path) -> None:
     expected = figures_of(step_of(name).timelines[0].timeline)
-    found = read_trace_file(written(name, tmp_path))[0].figures
-    assert found.end == pytest.approx(expected.end)
-    assert (found.compute, found.exposed, found.overlap) == pytest.approx(
+    figures = read_trace_file(write_trace(name, tmp_path))[0].figures
+    assert figures.end == pytest.approx(expected.end)
+    assert (figures.compute, figures.exposed, figures.overlap) == pytest.approx(
         (expected.compute, expected.exposed, expected.overlap), abs=1e-6
     )
-    assert sum(found.idle.values()) == pytest.approx(sum(expected.idle.values()), abs=1e-6)
+    assert sum(figures.idle.values()) == pytest.approx(sum(expected.idle.values()), abs=1e-6)
 
 
 def test_a_trace_of_two_timelines_has_both(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    save_trace_events({each.name: (each.timeline, each.counters) for each in two_timelines().timelines}, path)
+    save_trace_events(
+        {timeline.name: (timeline.timeline, timeline.counters) for timeline in two_timelines().timelines}, path
+    )
     timelines = read_trace_file(path)
-    assert [each.name for each in timelines] == ["predicted", "measured"]
+    assert [timeline.name for timeline in timelines] == ["predicted", "measured"]
     header, columns = decode(encode(trace_tables("", "", timelines)))
-    assert [each["name"] for each in header["timelines"]] == ["predicted", "measured"]
+    assert [entry["name"] for entry in header["timelines"]] == ["predicted", "measured"]
     assert "end1" in columns
 
 
@@ -72,7 +74,7 @@ def refused(path: Path, content: str, match: str) -> None:
 
 
 def test_a_trace_that_is_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
-    text = written("gpipe", tmp_path).read_text()
+    text = write_trace("gpipe", tmp_path).read_text()
     for share in (0.0, 0.1, 0.5, 0.99):
         refused(tmp_path / "cut.json", text[: int(share * len(text))], "is cut off or damaged")
 
