@@ -60,13 +60,13 @@ class Clock:
         self.ends: dict[tuple[bool, int, int], float] = {}
         self.first: list[float | None] = [None for _ in todo]
         self.clock = [0.0 for _ in todo]
-        at = [0 for _ in todo]
-        while any(place < len(turns) for place, turns in zip(at, todo, strict=True)):
-            before = list(at)
+        places = [0 for _ in todo]
+        while any(place < len(turns) for place, turns in zip(places, todo, strict=True)):
+            old_places = list(places)
             for rank, turns in enumerate(todo):
-                while at[rank] < len(turns) and self._make(rank, turns[at[rank]]):
-                    at[rank] += 1
-            assert at != before, "the schedule waits for itself"
+                while places[rank] < len(turns) and self._make(rank, turns[places[rank]]):
+                    places[rank] += 1
+            assert places != old_places, "the schedule waits for itself"
 
     @property
     def cost(self) -> float:
@@ -92,9 +92,9 @@ class Clock:
         source = action.stage + (-1 if forward else 1)
         if isinstance(action, BackwardWeight) or not 0 <= source < self.stages:
             return 0.0
-        made = self.ends.get((forward, source, action.microbatch))
+        end = self.ends.get((forward, source, action.microbatch))
         away = self.schedule.placement(source, len(self.todo)) != rank
-        return None if made is None else made + self.times.latency * away
+        return None if end is None else end + self.times.latency * away
 
 
 def cost(

@@ -38,8 +38,8 @@ def traced(name: str, ranks: int, layers: int, microbatches: int) -> Program:
 def test_every_declaration_has_a_name_of_its_own() -> None:
     """In a process of its own: a test that runs a file of shardlab as a user's declares its strategies again."""
     code = "from shardlab.strategies import DECLARED, STRATEGIES; print(len(DECLARED) - len(STRATEGIES))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "0\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "0\n"
 
 
 def count(program: Program, kind: OpKind) -> int:
@@ -51,8 +51,8 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
     """A strategy with ranks, layers and microbatches that fit it."""
     name = draw(st.sampled_from(list(STRATEGIES)))
     entry = STRATEGIES[name]
-    most = 5 if name == "context-parallel" else 9  # each rank's queries meet every other's keys: the square of ops
-    ranks = 1 if entry.ranks == 1 else draw(st.integers(1 + (name == "expert-parallel"), most))
+    largest = 5 if name == "context-parallel" else 9  # each rank's queries meet every other's keys: the square of ops
+    ranks = 1 if entry.ranks == 1 else draw(st.integers(1 + (name == "expert-parallel"), largest))
     multiple = {"hsdp": 2, "partially-sharded": 2, "tensor-parallel": 2, "column-parallel": 2, "3d": 4, "4d": 4}.get(
         name, 1
     )
@@ -161,14 +161,14 @@ def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str)
     program = traced(name, STRATEGIES[name].ranks, 8, 4)
     checked = check(program)
     for kinds in ((OpKind.FORWARD,), (OpKind.BACKWARD, OpKind.BACKWARD_INPUT), (OpKind.BACKWARD, WEIGHT_HALF)):
-        done: Counter[tuple[int, int]] = Counter()
+        passes: Counter[tuple[int, int]] = Counter()
         for rank, (tape, specs) in enumerate(zip(program.tapes, checked.specs, strict=True)):
             for op in tape:
                 if op.kind in kinds and all(program.mesh.coordinate(rank, axis) == 0 for axis in ("cp", "tp")):
                     mask = specs[op.inputs[0]].microbatches
-                    done.update((op.layer, m) for m in range(4) if mask >> m & 1)
+                    passes.update((op.layer, m) for m in range(4) if mask >> m & 1)
         experts = ["expert" in layer.cut for layer in program.sizes.signatures]
-        assert done == {(layer, m): 4 if its else 1 for layer, its in enumerate(experts) for m in range(4)}
+        assert passes == {(layer, m): 4 if expert else 1 for layer, expert in enumerate(experts) for m in range(4)}
 
 
 def test_a_ddp_rank_holds_every_weight_whole_and_an_fsdp_rank_its_slice() -> None:
@@ -185,9 +185,9 @@ def test_pipelines_send_activations_up_and_gradients_down() -> None:
     assert kinds == [Kind.ACTIVATION, Kind.ACTIVATION, Kind.GRAD_ACTIVATION, Kind.GRAD_ACTIVATION]
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("fdsp", "fsdp"), ("gpip", "gpipe"), ("pipelin", "pipeline")])
-def test_an_unknown_name_suggests_the_nearest(typed: str, meant: str) -> None:
-    with pytest.raises(UserError, match=f"no strategy '{typed}'; did you mean {meant}"):
+@pytest.mark.parametrize(("typed", "suggestion"), [("fdsp", "fsdp"), ("gpip", "gpipe"), ("pipelin", "pipeline")])
+def test_an_unknown_name_suggests_the_nearest(typed: str, suggestion: str) -> None:
+    with pytest.raises(UserError, match=f"no strategy '{typed}'; did you mean {suggestion}"):
         find(typed)
 
 
@@ -272,8 +272,8 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @settings(deadline=None, max_examples=examples(60))
 @given(plans(), st.integers(1, 2), st.integers(3, 4))
-def test_every_expert_plan_passes_all_four_channel_models(plan: Plan, each: int, blocks: int) -> None:
-    checked = checked_plan(plan, blocks, each * plan.data_ranks)
+def test_every_expert_plan_passes_all_four_channel_models(plan: Plan, microbatches: int, blocks: int) -> None:
+    checked = checked_plan(plan, blocks, microbatches * plan.data_ranks)
     assert set(checked.models.values()) == {None}
     assert checked.backends() == ["gloo", "nccl"]
     assert simulate(checked).end > 0
@@ -359,10 +359,10 @@ def test_the_tape_shows_what_is_computed_again(recompute: Recompute | tuple[int,
 
 
 def test_each_layer_that_is_recomputed_takes_one_more_forward_pass_and_keeps_only_its_input() -> None:
-    nothing, two, everything = run("none"), run((1, 2)), run("full")
-    assert (two.end - nothing.end, everything.end - nothing.end) == (2, 4)
-    assert nothing.peak_memory > two.peak_memory > everything.peak_memory
-    assert nothing.peak_memory - two.peak_memory == pytest.approx(2 * 100, abs=20)
+    plain, two_layers, all_layers = run("none"), run((1, 2)), run("full")
+    assert (two_layers.end - plain.end, all_layers.end - plain.end) == (2, 4)
+    assert plain.peak_memory > two_layers.peak_memory > all_layers.peak_memory
+    assert plain.peak_memory - two_layers.peak_memory == pytest.approx(2 * 100, abs=20)
 
 
 def test_selective_keeps_queries_keys_and_values_and_computes_the_scores_again() -> None:
@@ -384,19 +384,19 @@ HALVES = Sizes.half_blocks(2)
 TP = Mesh(tp=2)
 
 
-def done(program: Program) -> list[tuple[str, int]]:
+def ops_after_loss(program: Program) -> list[tuple[str, int]]:
     """Passes and collectives of activations of rank 0, in order, after the loss."""
     tape = program.tapes[0]
     start = next(at for at, op in enumerate(tape) if op.kind is OpKind.LOSS)
-    wanted = {OpKind.FORWARD: "F", OpKind.RECOMPUTE: "R", OpKind.BACKWARD: "B", OpKind.ALL_REDUCE: "all_reduce"}
-    ops = [(wanted[op.kind], op.layer) for op in tape[start:] if op.kind in wanted]
+    names = {OpKind.FORWARD: "F", OpKind.RECOMPUTE: "R", OpKind.BACKWARD: "B", OpKind.ALL_REDUCE: "all_reduce"}
+    ops = [(names[op.kind], op.layer) for op in tape[start:] if op.kind in names]
     return ops[: ops.index(("B", 0))]
 
 
 def test_a_block_of_half_blocks_is_computed_again_with_its_communication() -> None:
-    again = [("F", 5), ("F", 6), ("all_reduce", 7), ("F", 7), ("R", 8), ("B", 8), ("all_reduce", 8), ("B", 7), ("B", 6)]
-    ops = done(traced_with((1,), HALVES, TP))
-    assert ops[ops.index(("F", 5)) :][: len(again)] == again
+    order = [("F", 5), ("F", 6), ("all_reduce", 7), ("F", 7), ("R", 8), ("B", 8), ("all_reduce", 8), ("B", 7), ("B", 6)]
+    ops = ops_after_loss(traced_with((1,), HALVES, TP))
+    assert ops[ops.index(("F", 5)) :][: len(order)] == order
     assert [op for op in ops if op[0] == "F"] == [("F", 5), ("F", 6), ("F", 7)]
 
 
@@ -411,10 +411,10 @@ def test_of_a_block_that_is_computed_again_only_its_input_is_kept(sequence_paral
             break
         live |= set(op.outputs)
         live -= set(op.inputs) if op.kind is OpKind.FREE else set()
-    kept = sorted((specs[n].kind.value, specs[n].layer) for n in live if specs[n].kind in ROW_KINDS - {Kind.STATS})
+    values = sorted((specs[n].kind.value, specs[n].layer) for n in live if specs[n].kind in ROW_KINDS - {Kind.STATS})
     head = [("activations", 9), ("activations", 10), ("activations", 11), ("saved", 9), ("saved", 10)]
     inputs = [("activations", 1), ("activations", 5), ("residuals", 5)]
-    assert kept == sorted([*head, *inputs, ("activations", 0), ("saved", 0)])
+    assert values == sorted([*head, *inputs, ("activations", 0), ("saved", 0)])
     cut = [n for n in live if (specs[n].kind.value, specs[n].layer) in inputs]
     assert all(specs[n].whole_sequences is not sequence_parallel for n in cut)
 
@@ -429,9 +429,9 @@ def test_blocks_are_computed_again_on_any_pipeline(schedule: str) -> None:
 
 def test_full_recomputation_takes_one_more_forward_pass_of_every_block() -> None:
     halves = cut(GPT(layers=2, hidden_size=16, heads=2, seq_len=8)).sizes(64, 8)
-    nothing, everything = run("none", halves), run("full", halves)
-    assert everything.end - nothing.end == 4
-    assert everything.peak_memory < nothing.peak_memory
+    plain, recomputing = run("none", halves), run("full", halves)
+    assert recomputing.end - plain.end == 4
+    assert recomputing.peak_memory < plain.peak_memory
 
 
 def test_selective_recomputation_of_whole_blocks_is_refused() -> None:

@@ -61,7 +61,7 @@ def entry_of(strategy: str, ranks: int) -> StrategyEntry:
     return entry_from_plan(replace(preset(ranks), **changes), strategy)
 
 
-def tried(strategy: str, holds: str) -> Iterator[tuple[Checked, dict[str, Any]]]:
+def checked_steps(strategy: str, holds: str) -> Iterator[tuple[Checked, dict[str, Any]]]:
     """Yield the checked steps of a strategy for which a row holds, with the value of each symbol."""
     for ranks, layers, microbatches in SIZES:
         ranks = 1 if STRATEGIES[strategy.split()[0]].ranks == 1 else ranks
@@ -86,7 +86,7 @@ def tried(strategy: str, holds: str) -> Iterator[tuple[Checked, dict[str, Any]]]
 
 
 def compare(row: Row, title: str, measured: Callable[[Checked], float]) -> None:
-    steps = list(tried(row["strategy"], row["valid for"]))
+    steps = list(checked_steps(row["strategy"], row["valid for"]))
     assert steps
     for checked, symbols in steps:
         assert measured(checked) == pytest.approx(eval(row[title], {"__builtins__": {}}, symbols), rel=NORMS), symbols
@@ -99,12 +99,16 @@ def names(row: Row) -> str:
 @pytest.mark.parametrize("row", ROWS, ids=names)
 def test_a_rank_sends_what_the_page_says(row: Row) -> None:
     """The rank that sends most; elements have 4 bytes."""
-    compare(row, "a rank sends", lambda step: max(each.weights + each.activations for each in traffic(step)) / 4)
+    compare(
+        row,
+        "a rank sends",
+        lambda step: max(rank_traffic.weights + rank_traffic.activations for rank_traffic in traffic(step)) / 4,
+    )
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "activations" in row], ids=names)
 def test_a_rank_holds_the_activations_that_the_page_says(row: Row) -> None:
-    compare(row, "activations", lambda step: max(max(each) for each in live_memory(step, [Kind.ACTIVATION])))
+    compare(row, "activations", lambda step: max(max(memory) for memory in live_memory(step, [Kind.ACTIVATION])))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=names)
@@ -156,11 +160,11 @@ def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0, ra
         **dict.fromkeys(UNITS, 0),
         unit: layers,
     }
-    each, _, units = STRATEGIES[name].memory.partition(" of ")
+    expression, _, units = STRATEGIES[name].memory.partition(" of ")
     if units:
         assert unit in units
         names |= {"D": layers - experts, "E": experts}
-    return float(eval(each, {"__builtins__": {}}, names))
+    return float(eval(expression, {"__builtins__": {}}, names))
 
 
 @pytest.mark.parametrize(("times", "microbatches"), sampled([(1, 8), (1, 16), (2, 32)], lambda case: case[1] == 8))
@@ -173,11 +177,11 @@ def test_a_rank_keeps_as_much_as_the_formula_says(name: str, times: int, microba
     program = checked(name, ranks, microbatches)
     sizes = program.program.sizes
     layer, layers = sizes.weights[0], sum(sizes.weights) / sizes.weights[0]
-    experts = sum("expert" in its.cut for its in sizes.signatures)
+    experts = sum("expert" in signature.cut for signature in sizes.signatures)
     for unit, kind in UNITS.items():
         peak = max(max(memory) for memory in live_memory(program, [kind])) / layer
-        kept = formula(name, unit, layers, experts, ranks)
-        assert kept <= peak <= kept + ON_THEIR_WAY, unit
+        expected = formula(name, unit, layers, experts, ranks)
+        assert expected <= peak <= expected + ON_THEIR_WAY, unit
 
 
 def test_loading_is_the_part_that_is_never_gathered() -> None:
@@ -209,23 +213,23 @@ def test_the_table_has_every_schedule() -> None:
 def test_its_formulas_hold(name: str, stages: str, bubble: str, peak: str, holds: str, _source: str) -> None:
     pairs = name.endswith(", in pairs")  # a forward and a backward pass that overlap are one pass with two results
     schedule = SCHEDULES[name.removesuffix(", in pairs")]
-    tried = 0
+    pipelines = 0
     for p, m, v in product((1, 2, 3, 4), (1, 3, 4, 8, 9, 12), (1, 2, 3) if stages == "any" else (int(stages),)):
         for forward, backward, weight in ((1, 1, 1), (2, 2, 1), (3, 4, 3), (4, 3, 2), (5, 6, 2), (1, 1, 2)):
-            known = {"p": p, "m": m, "v": v, "F": forward, "B": backward, "W": weight, "min": min, "all": True}
-            if not eval(holds, known):
+            symbols = {"p": p, "m": m, "v": v, "F": forward, "B": backward, "W": weight, "min": min, "all": True}
+            if not eval(holds, symbols):
                 continue
             times = PassTimes(forward / v, backward / v, weight / v)
             work = m * (forward + backward + weight)
-            assert cost(schedule, p, m, v, times, pairs=pairs) - work == pytest.approx(eval(bubble, known)), known
-            assert peak_live(schedule, p, m, v) == pytest.approx(eval(peak, known)), known
-            tried += p > 1
-    assert tried >= 5
+            assert cost(schedule, p, m, v, times, pairs=pairs) - work == pytest.approx(eval(bubble, symbols)), symbols
+            assert peak_live(schedule, p, m, v) == pytest.approx(eval(peak, symbols)), symbols
+            pipelines += p > 1
+    assert pipelines >= 5
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 13])
 def test_a_schedule_with_the_memory_of_1f1b_never_exceeds_it(microbatches: int) -> None:
     for ranks in (1, 2, 3, 4):
-        most = peak_live(SCHEDULES["1f1b"], ranks, microbatches, 1)
-        assert peak_live(SCHEDULES["zb-h1"], ranks, microbatches, 1) == most
-        assert peak_live(SCHEDULES["zb-v"], ranks, microbatches, 2) == most
+        limit = peak_live(SCHEDULES["1f1b"], ranks, microbatches, 1)
+        assert peak_live(SCHEDULES["zb-h1"], ranks, microbatches, 1) == limit
+        assert peak_live(SCHEDULES["zb-v"], ranks, microbatches, 2) == limit

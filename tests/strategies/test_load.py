@@ -87,8 +87,8 @@ def test_a_file_without_a_function_is_refused(file: Path) -> None:
 def test_the_only_function_of_a_file_or_the_one_of_its_name_needs_no_name(file: Path, name: str, text: str) -> None:
     path = file.with_name(name)
     path.write_text(text)
-    for given in (f"{path}", f"{path}:"):
-        entry = load(given)
+    for name_given in (f"{path}", f"{path}:"):
+        entry = load(name_given)
         assert (entry.name, entry.program.__name__) == (f"{path}:mine", "mine")
 
 
@@ -104,11 +104,11 @@ def test_a_file_with_a_schedule_is_no_strategy_and_says_how_to_give_it(tmp_path:
 PLANS = "from shardlab.language import Mesh\nfrom shardlab.strategies import Plan\n"
 
 
-@pytest.mark.parametrize("given", ["", ":mine"])
-def test_a_function_that_returns_a_plan_is_a_strategy(tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize("suffix", ["", ":mine"])
+def test_a_function_that_returns_a_plan_is_a_strategy(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "any.py"
     path.write_text(f"{PLANS}def mine() -> Plan:\n    return Plan(Mesh(dp_shard=8), passes='defer=1')\n")
-    entry = load(f"{path}{given}")
+    entry = load(f"{path}{suffix}")
     assert (entry.name, entry.ranks, entry.passes_on(8)) == (f"{path}:mine", 8, "defer=1")
 
 

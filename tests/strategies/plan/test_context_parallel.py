@@ -53,35 +53,35 @@ def test_plans_pass_on_every_kind_of_channel(plan: Plan) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_a_block_goes_round_once_and_its_gradient_comes_home(ranks: int) -> None:
-    done = checked(Plan(Mesh(cp=ranks)))
-    for tape, specs in zip(done.program.tapes, done.specs, strict=True):
-        sent = Counter(specs[op.inputs[0]].kind for op in tape if op.kind is OpKind.SEND)
-        assert sent[Kind.KEYS_VALUES] == 2 * (ranks - 1) * BLOCKS
-        assert sent[Kind.GRAD_KEYS_VALUES] == ranks * BLOCKS
+    result = checked(Plan(Mesh(cp=ranks)))
+    for tape, specs in zip(result.program.tapes, result.specs, strict=True):
+        sent_kinds = Counter(specs[op.inputs[0]].kind for op in tape if op.kind is OpKind.SEND)
+        assert sent_kinds[Kind.KEYS_VALUES] == 2 * (ranks - 1) * BLOCKS
+        assert sent_kinds[Kind.GRAD_KEYS_VALUES] == ranks * BLOCKS
 
 
 def test_gathered_blocks_take_one_collective_in_each_direction_and_one_back() -> None:
-    done = checked(Plan(Mesh(cp=4), context="all_gather"))
-    tape, specs = done.program.tapes[0], done.specs[0]
-    met = Counter((op.kind, specs[op.inputs[0]].kind) for op in tape if op.group is not None)
-    assert met[OpKind.ALL_GATHER, Kind.KEYS_VALUES] == 2 * BLOCKS
-    assert met[OpKind.REDUCE_SCATTER, Kind.GRAD_KEYS_VALUES] == BLOCKS
+    result = checked(Plan(Mesh(cp=4), context="all_gather"))
+    tape, specs = result.program.tapes[0], result.specs[0]
+    collectives = Counter((op.kind, specs[op.inputs[0]].kind) for op in tape if op.group is not None)
+    assert collectives[OpKind.ALL_GATHER, Kind.KEYS_VALUES] == 2 * BLOCKS
+    assert collectives[OpKind.REDUCE_SCATTER, Kind.GRAD_KEYS_VALUES] == BLOCKS
 
 
 def test_neighbours_exchange_heads_and_the_others_keys_go_round() -> None:
-    done = checked(Plan(Mesh(cp=6), context="ulysses", ulysses_degree=2))
-    tape, specs = done.program.tapes[3], done.specs[3]
-    met = {op.group.ranks for op in tape if op.kind is OpKind.ALL_TO_ALL and op.group is not None}
-    asked = {op.peer for op in tape if op.kind is OpKind.SEND and specs[op.inputs[0]].kind is Kind.KEYS_VALUES}
-    assert (met, asked) == ({(2, 3)}, {5})
+    result = checked(Plan(Mesh(cp=6), context="ulysses", ulysses_degree=2))
+    tape, specs = result.program.tapes[3], result.specs[3]
+    groups = {op.group.ranks for op in tape if op.kind is OpKind.ALL_TO_ALL and op.group is not None}
+    peers = {op.peer for op in tape if op.kind is OpKind.SEND and specs[op.inputs[0]].kind is Kind.KEYS_VALUES}
+    assert (groups, peers) == ({(2, 3)}, {5})
     assert {specs[op.inputs[0]].cells.bit_count() for op in tape if op.kind is OpKind.ATTEND} == {4}
 
 
 def test_stripes_are_every_cp_th_slice_and_nearly_as_much_work_at_every_hop() -> None:
-    done = checked(Plan(Mesh(cp=4), stripes=8))
-    loaded = [next(op.holds for op in tape if op.kind is OpKind.LOAD_BATCH) for tape in done.program.tapes]
-    assert [holds and list(bits(holds.mask)) for holds in loaded] == [list(range(rank, 32, 4)) for rank in range(4)]
-    events = simulate(done, PUZZLE_COSTS).events
+    result = checked(Plan(Mesh(cp=4), stripes=8))
+    batches = [next(op.holds for op in tape if op.kind is OpKind.LOAD_BATCH) for tape in result.program.tapes]
+    assert [holds and list(bits(holds.mask)) for holds in batches] == [list(range(rank, 32, 4)) for rank in range(4)]
+    events = simulate(result, PUZZLE_COSTS).events
     hops = [[e.end - e.start for e in mine if e.kind is OpKind.ATTEND] for mine in events]
     assert max(max(hop) for hop in hops) == pytest.approx((1 + 1 / 8) / 4**2)
 
@@ -118,11 +118,11 @@ def test_every_rank_computes_as_much_attention(context: Context, mesh: Mesh, deg
 
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=2, tp=2)])
 def test_heads_share_the_room_of_queries_keys_and_values(mesh: Mesh) -> None:
-    done = checked(Plan(mesh))
-    sizes = done.program.sizes
+    result = checked(Plan(mesh))
+    sizes = result.program.sizes
     for kind, whole in ((Kind.QUERIES, sizes.queries), (Kind.GRAD_KEYS_VALUES, sizes.keys_values)):
-        held = {sizes.elements(spec) for spec in done.specs[0].values() if spec.kind is kind}
-        assert held == {whole // mesh.world}
+        element_counts = {sizes.elements(spec) for spec in result.specs[0].values() if spec.kind is kind}
+        assert element_counts == {whole // mesh.world}
 
 
 @pytest.mark.parametrize("context", ["ring", "all_gather"])
@@ -137,8 +137,8 @@ def attend_the_same_again(program: Program) -> Program:
     """The second block that rank 0's queries meet is the first once more."""
     tape = program.tapes[0]
     first, second = [at for at, op in enumerate(tape) if op.kind is OpKind.ATTEND][:2]
-    again = tape[second]._replace(inputs=tape[first].inputs)
-    return changed(program, 0, second, again)
+    repeated = tape[second]._replace(inputs=tape[first].inputs)
+    return changed(program, 0, second, repeated)
 
 
 def send_home_too_early(program: Program) -> Program:

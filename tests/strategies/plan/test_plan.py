@@ -131,7 +131,7 @@ def test_every_field_refuses_what_is_of_no_type_that_it_has(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "ranks", "after"),
+    ("mesh", "ranks", "expected"),
     [
         (Mesh(dp_shard=4), 2, Mesh(dp_shard=2)),
         (Mesh(dp_shard=4), 1, Mesh()),
@@ -142,9 +142,9 @@ def test_every_field_refuses_what_is_of_no_type_that_it_has(name: str) -> None:
         (Mesh(pp=2, dp_shard=2, tp=2), 4, Mesh(pp=2, tp=2)),
     ],
 )
-def test_data_parallel_axes_follow_the_number_of_ranks(before: Mesh, ranks: int, after: Mesh) -> None:
-    plan = Plan(before, shard_optimizer=("dp_shard",))
-    assert plan.on(ranks) == replace(plan, mesh=after)
+def test_data_parallel_axes_follow_the_number_of_ranks(mesh: Mesh, ranks: int, expected: Mesh) -> None:
+    plan = Plan(mesh, shard_optimizer=("dp_shard",))
+    assert plan.on(ranks) == replace(plan, mesh=expected)
 
 
 def test_ranks_that_the_other_axes_do_not_divide_are_refused() -> None:
@@ -277,7 +277,7 @@ ZERO_3 = dict.fromkeys(("shard_parameters", "shard_gradients", "shard_optimizer"
 def test_a_field_without_effect_is_one_that_changes_no_tape(base: Any, changes: Any, axis: str) -> None:
     plan = Plan(Mesh(**{axis: 2}), **base)
     changed = replace(plan, **changes)
-    tapes, others = (shardlab.trace(each, layers=3, microbatches=8).fingerprint() for each in (plan, changed))
+    tapes, others = (shardlab.trace(variant, layers=3, microbatches=8).fingerprint() for variant in (plan, changed))
     assert (tapes == others) == bool(changes.keys() & changed.without_effect().keys())
 
 

@@ -77,10 +77,10 @@ def test_an_imported_schedule_is_followed_as_the_one_it_was_made_of(
     file = tmp_path / "schedule.csv"
     schedule = SCHEDULES[name]
     file.write_text(csv_of(schedule, 2, 3, schedule.stages_per_rank or 2, form=form))
-    own = replace(SHARDINGS[sharding], mesh=Mesh(pp=2, dp_shard=2), schedule=name)
-    imported = replace(own, schedule=str(file))
-    layers = own.natural_layers() + 1
-    programs = [traced(plan, layers, 6) for plan in (own, imported)]
+    built_in = replace(SHARDINGS[sharding], mesh=Mesh(pp=2, dp_shard=2), schedule=name)
+    imported = replace(built_in, schedule=str(file))
+    layers = built_in.natural_layers() + 1
+    programs = [traced(plan, layers, 6) for plan in (built_in, imported)]
     for program in programs:
         assert check(program).backends() == ["gloo", "nccl"]
     computed = [

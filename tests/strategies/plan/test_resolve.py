@@ -119,10 +119,10 @@ def test_counted_recomputation_names_the_blocks_of_each_stage(recompute: str, bl
 
 def test_uniform_recomputation_keeps_one_input_of_several_blocks_of_a_stage() -> None:
     plan, sizes = Plan(Mesh(pp=2), layers_per_stage=(3, 2), recompute="uniform-2"), Sizes.puzzle(5)
-    kept = [
+    kept_inputs = [
         [l for l, layer in resolve(plan, sizes, 2, rank).layers.items() if layer.keeps == "input"] for rank in (0, 1)
     ]
-    assert kept == [[0, 2], [3]]
+    assert kept_inputs == [[0, 2], [3]]
     assert resolve(plan, sizes, 2, 0).layers[1].recompute == range(1)
 
 

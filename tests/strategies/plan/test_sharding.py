@@ -33,7 +33,7 @@ def used(
     return weight_uses(resolve(plan, model or Sizes.puzzle(3), 1, 0), steps)
 
 
-def kept(
+def show_uses(
     steps: Sequence[Action],
     reshard_after: Reshard,
     model: Sizes | None = None,
@@ -55,11 +55,11 @@ TURNS = [Forward(0, 0), Forward(0, 1), Forward(1, 0), Backward(1, 0), Backward(0
     ],
 )
 def test_a_weight_stays_until_the_layers_the_stages_or_the_steps_end(reshard_after: Reshard, expected: str) -> None:
-    assert kept(list(TURNS), reshard_after) == expected
+    assert show_uses(list(TURNS), reshard_after) == expected
 
 
 def test_the_last_layer_of_a_forward_pass_stays_for_the_backward_pass_that_follows_at_once() -> None:
-    assert kept([Forward(0, 0), Backward(0, 0)], "layer") == "0 1+ 1 0"
+    assert show_uses([Forward(0, 0), Backward(0, 0)], "layer") == "0 1+ 1 0"
 
 
 def test_the_weights_half_of_a_backward_pass_uses_no_weight() -> None:
@@ -69,7 +69,7 @@ def test_the_weights_half_of_a_backward_pass_uses_no_weight() -> None:
 
 def test_a_tied_head_uses_the_embeddings_weight() -> None:
     embedding_norm_head = Sizes.half_blocks(0, tied=True)
-    assert kept([Forward(0, 0), Backward(0, 0)], "step", embedding_norm_head) == "0+ 1+ 0+ 0+ 1 0"
+    assert show_uses([Forward(0, 0), Backward(0, 0)], "step", embedding_norm_head) == "0+ 1+ 0+ 0+ 1 0"
 
 
 def fsdp(reshard_after: Reshard, schedule: str = "gpipe") -> Program:
@@ -218,18 +218,20 @@ def most_in_flight(plan: Plan, model: Sizes | int) -> dict[str, int]:
     program = trace(program_from_plan(plan), plan.mesh, model, EACH * plan.data_ranks)
     assert judge(program).right
     checked = check(program)
-    assert all(why is None for why in checked.models.values()), "every channel model"
+    assert all(refusal is None for refusal in checked.models.values()), "every channel model"
     flying: dict[int, tuple[str, int]] = {}
-    most: dict[str, int] = {}
+    largest: dict[str, int] = {}
     for op in program.tapes[0]:
         if op.kind in REDUCES and checked.specs[0][op.inputs[0]].kind is Kind.GRAD_WEIGHT:
             assert op.group is not None
             axis = str(op.group.axis)
             flying[op.handle] = axis, program.sizes.weights[op.layer]
-            most[axis] = max(most.get(axis, 0), sum(elements for other, elements in flying.values() if other == axis))
+            largest[axis] = max(
+                largest.get(axis, 0), sum(elements for other, elements in flying.values() if other == axis)
+            )
         elif op.kind is OpKind.WAIT:
             flying.pop(op.handle, None)
-    return most
+    return largest
 
 
 SEQUENCE_PARALLEL = Plan(Mesh(dp_shard=2, tp=2), sequence_parallel=True)
@@ -325,6 +327,6 @@ def test_the_next_layer_s_direction_is_gathered_while_one_is_updated() -> None:
     plan = Plan(Mesh(dp_shard=2), shard_optimizer=SHARD_of_reducing)
     tape = trace(program_from_plan(plan), plan.mesh, replace(Sizes.puzzle(4), whole_matrices=True), 2).tapes[0]
     order = [(op.kind, op.layer) for op in tape if op.kind in (OpKind.DIRECTION, OpKind.UPDATE)]
-    way, step = OpKind.DIRECTION, OpKind.UPDATE
-    steps = [(way, 0), (way, 1), (step, 0), (way, 2), (step, 1), (way, 3), (step, 2), (step, 3)]
+    direction, step = OpKind.DIRECTION, OpKind.UPDATE
+    steps = [(direction, 0), (direction, 1), (step, 0), (direction, 2), (step, 1), (direction, 3), (step, 2), (step, 3)]
     assert order == steps

@@ -36,14 +36,14 @@ def test_every_pass_of_a_stage_takes_the_microbatches_in_order(schedule: Schedul
     for rank, actions in enumerate(actions_of(schedule, ranks, count, 2)):
         for stage in (rank, 2 * ranks - 1 - rank):
             for kind in (Forward, BackwardInput, BackwardWeight):
-                taken = [action.microbatch for action in actions if action.stage == stage and type(action) is kind]
-                assert taken == list(range(count))
+                order = [action.microbatch for action in actions if action.stage == stage and type(action) is kind]
+                assert order == list(range(count))
 
 
 @given(SCHEDULE, st.integers(2, 16), st.integers(1, 30))
-def test_the_bubble_is_at_most_what_the_authors_state(schedule: Schedule, ranks: int, more: int) -> None:
+def test_the_bubble_is_at_most_what_the_authors_state(schedule: Schedule, ranks: int, extra: int) -> None:
     stated = ranks / 2 if schedule is V_HALF else 2 * ranks / 3
-    assert bubble(schedule, ranks, ranks + more, PassTimes()) <= stated * 2 * 3
+    assert bubble(schedule, ranks, ranks + extra, PassTimes()) <= stated * 2 * 3
 
 
 @given(st.integers(2, 12), st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
@@ -59,8 +59,8 @@ def test_no_bubble_is_added_in_the_steady_phase_of_v_half_under_the_authors_cond
 
 @pytest.mark.parametrize(("times", "grows"), [((2, 2, 2), False), ((2, 3, 4), False), ((2, 3, 2), True)])
 def test_the_bubble_of_v_min_grows_if_the_weight_half_is_short(times: tuple[int, int, int], grows: bool) -> None:
-    few, many = (bubble(V_MIN, 8, microbatches, PassTimes(*times)) for microbatches in (32, 64))
-    assert (many > few) == grows
+    of_32, of_64 = (bubble(V_MIN, 8, microbatches, PassTimes(*times)) for microbatches in (32, 64))
+    assert (of_64 > of_32) == grows
 
 
 @given(RANKS, MICROBATCHES)

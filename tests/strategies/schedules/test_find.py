@@ -30,9 +30,9 @@ def test_the_same_name_in_another_folder_is_another_file(tmp_path: Path, monkeyp
         (folder / "schedule.csv").write_text(export_csv(steps, form="compute_only"))
     for microbatches in (4, 6, 4):
         monkeypatch.chdir(tmp_path / str(microbatches))
-        found = find_schedule("schedule.csv")
-        assert isinstance(found, Steps)
-        assert found.microbatches == microbatches
+        schedule = find_schedule("schedule.csv")
+        assert isinstance(schedule, Steps)
+        assert schedule.microbatches == microbatches
 
 
 def test_a_changed_program_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_a_changed_program_is_read_again_and_an_unchanged_one_is_not(tmp_path: P
     first_backwards: list[int] = []
     for order in ("range(microbatches)", "range(microbatches)[::-1]"):
         file.write_text(PROGRAM.replace("ORDER", order))
-        found = find_schedule(f"{file}:mine")
-        assert isinstance(found, Schedule)
-        assert find_schedule(f"{file}:mine") is found
-        first_backwards.append(list(found.actions(0, 1, 2, 1))[2].microbatch)
+        schedule = find_schedule(f"{file}:mine")
+        assert isinstance(schedule, Schedule)
+        assert find_schedule(f"{file}:mine") is schedule
+        first_backwards.append(list(schedule.actions(0, 1, 2, 1))[2].microbatch)
     assert first_backwards == [0, 1]

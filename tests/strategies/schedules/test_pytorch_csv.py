@@ -62,7 +62,7 @@ def test_whole_schedules_pass(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "edit", "where", "reason"),
+    ("text", "edit", "location", "reason"),
     [
         # work done twice
         (ACTIONS, "0F1>0F0", (1, 2, "0F0"), "done twice, first as 0F0 in column 1"),
@@ -140,11 +140,11 @@ def test_whole_schedules_pass(text: str) -> None:
     ],
 )
 def test_a_mistake_is_refused_with_row_column_and_reason(
-    text: str, edit: str, where: tuple[int, int, str], reason: str
+    text: str, edit: str, location: tuple[int, int, str], reason: str
 ) -> None:
     with pytest.raises(UserError) as refused:
         read_csv(edited(text, edit))
-    row, column, word = where
+    row, column, word = location
     assert str(refused.value).startswith(f"row {row} (rank {row - 1}), column {column}{word and f', {word}'}: ")
     assert reason in str(refused.value)
 
@@ -299,20 +299,20 @@ def random_schedules(draw: st.DrawFn) -> list[list[ShardedStep]]:
     ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     places = draw(st.permutations([*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), max_size=3))]))
     whole = draw(st.frozensets(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=9))
-    waiting: list[Action] = [Forward(0, m) for m in range(microbatches)]
+    ready: list[Action] = [Forward(0, m) for m in range(microbatches)]
     todo: list[list[Action]] = [[] for _ in range(ranks)]
-    while waiting:
-        action = waiting.pop(draw(st.integers(0, len(waiting) - 1)))
+    while ready:
+        action = ready.pop(draw(st.integers(0, len(ready) - 1)))
         s, m = action.stage, action.microbatch
         todo[places[s]].append(action)
         if isinstance(action, Forward) and s + 1 < len(places):
-            waiting.append(Forward(s + 1, m))
+            ready.append(Forward(s + 1, m))
         elif not isinstance(action, BackwardWeight):
-            below = s if isinstance(action, Forward) else s - 1
-            if below >= 0:
-                waiting.append((Backward if (below, m) in whole else BackwardInput)(below, m))
+            stage = s if isinstance(action, Forward) else s - 1
+            if stage >= 0:
+                ready.append((Backward if (stage, m) in whole else BackwardInput)(stage, m))
         if isinstance(action, BackwardInput):
-            waiting.append(BackwardWeight(s, m))
+            ready.append(BackwardWeight(s, m))
     steps: list[list[ShardedStep]] = [list(row) for row in todo]
     if draw(st.booleans()):
         messages = insert_messages(todo, len(places), places.__getitem__)
@@ -415,17 +415,17 @@ def follow(imported: Steps) -> None:
     """Do what the steps say with values that say what they are; fail on a wrong one, and when nobody can go on."""
     last = imported.stages - 1
     channels = defaultdict[tuple[int, int], deque[tuple[bool, int, int]]](deque)
-    asked = defaultdict[tuple[int, int], deque[tuple[bool, int, int]]](deque)
-    held: list[set[tuple[bool, int, int]]] = [set() for _ in imported.of_ranks]
-    waiting = [deque(row) for row in imported.of_ranks]
+    requests = defaultdict[tuple[int, int], deque[tuple[bool, int, int]]](deque)
+    values: list[set[tuple[bool, int, int]]] = [set() for _ in imported.of_ranks]
+    rest = [deque(row) for row in imported.of_ranks]
 
     def arrive(rank: int) -> None:
         """Messages of one peer arrive in the order in which they were sent, and must be those asked for."""
         for peer in range(len(imported.of_ranks)):
-            while channels[peer, rank] and asked[peer, rank]:
+            while channels[peer, rank] and requests[peer, rank]:
                 value = channels[peer, rank].popleft()
-                assert value == asked[peer, rank].popleft()
-                held[rank].add(value)
+                assert value == requests[peer, rank].popleft()
+                values[rank].add(value)
 
     def step_of(rank: int, step: ShardedStep) -> bool:
         """Whether the step could be done. A value is (forward?, the stage that reads it, microbatch)."""
@@ -433,33 +433,33 @@ def follow(imported: Steps) -> None:
             return True
         s, m = step.stage, step.microbatch
         if isinstance(step, Recv):
-            asked[step.peer, rank].append((step.forward, s, m))
+            requests[step.peer, rank].append((step.forward, s, m))
         elif isinstance(step, Send):
             value = (step.forward, s + 1 if step.forward else s - 1, m)
-            held[rank].remove(value)
+            values[rank].remove(value)
             channels[rank, step.peer].append(value)
         else:
             forward = isinstance(step, Forward)
             reads = (forward, s, m)
             if s != (0 if forward else last):
-                if reads not in held[rank]:
+                if reads not in values[rank]:
                     return False
-                held[rank].remove(reads)
+                values[rank].remove(reads)
             if s != (last if forward else 0):
-                held[rank].add((forward, s + 1 if forward else s - 1, m))
+                values[rank].add((forward, s + 1 if forward else s - 1, m))
         return True
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(waiting):
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, row in enumerate(rest):
             arrive(rank)
             while row and step_of(rank, row[0]):
                 row.popleft()
                 arrive(rank)
-                moved = True
-    assert not any(waiting)
-    assert not any(held)
+                has_moved = True
+    assert not any(rest)
+    assert not any(values)
 
 
 def test_an_imported_schedule_knows_its_sizes_and_places() -> None:

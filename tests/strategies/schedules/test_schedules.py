@@ -79,17 +79,17 @@ def test_every_message_is_sent_right_after_it_is_made_and_received_before_it_is_
     messages = Counter(type(step) for rank in steps for step in rank)
     assert messages[Send] == messages[Recv] == 2 * crossings * microbatches
     for rank in steps:
-        waiting: set[tuple[bool, int, int]] = set()
-        for before, step in zip([None, *rank], rank, strict=False):
+        unread: set[tuple[bool, int, int]] = set()
+        for previous, step in zip([None, *rank], rank, strict=False):
             if isinstance(step, Send):
-                assert isinstance(before, Action)
-                assert (before.stage, before.microbatch) == (step.stage, step.microbatch)
-                assert isinstance(before, Forward) == step.forward
+                assert isinstance(previous, Action)
+                assert (previous.stage, previous.microbatch) == (step.stage, step.microbatch)
+                assert isinstance(previous, Forward) == step.forward
             elif isinstance(step, Recv):
-                waiting.add((step.forward, step.stage, step.microbatch))
+                unread.add((step.forward, step.stage, step.microbatch))
             elif not isinstance(step, BackwardWeight):
-                waiting.discard((isinstance(step, Forward), step.stage, step.microbatch))
-        assert not waiting
+                unread.discard((isinstance(step, Forward), step.stage, step.microbatch))
+        assert not unread
 
 
 @given(cases())
@@ -97,10 +97,10 @@ def test_messages_of_two_ranks_stand_in_one_order_on_both(case: Case) -> None:
     steps = steps_of(case)
     for a in range(len(steps)):
         for b in range(a):
-            assert between(steps[a], b) == between(steps[b], a)
+            assert messages_between(steps[a], b) == messages_between(steps[b], a)
 
 
-def between(steps: list[Step], peer: int) -> list[tuple[bool, int, int]]:
+def messages_between(steps: list[Step], peer: int) -> list[tuple[bool, int, int]]:
     """Return the values between a rank and a peer, in the order of the rank's steps, named by the stage that
     made them.
     """
@@ -143,8 +143,8 @@ def test_a_loop_goes_round_and_a_vee_down_and_up() -> None:
 
 
 def test_dualpipe_v_with_few_microbatches_is_what_is_left_of_its_order_for_one_a_stage() -> None:
-    for few, enough in zip(*(actions_of(SCHEDULES["dualpipe-v"], 4, m, 2) for m in (5, 8)), strict=True):
-        assert few == [action for action in enough if action.microbatch < 5]
+    for of_5, of_8 in zip(*(actions_of(SCHEDULES["dualpipe-v"], 4, m, 2) for m in (5, 8)), strict=True):
+        assert of_5 == [action for action in of_8 if action.microbatch < 5]
 
 
 def test_dualpipe_v_computes_backward_in_halves_only_at_its_ends() -> None:
