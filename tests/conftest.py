@@ -207,16 +207,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @contextmanager
 def silent() -> Generator[None]:
     """Let processes that start meanwhile write nowhere: what ranks print would be among pytest's own lines."""
-    kept = {number: os.dup(number) for number in (1, 2)}
+    copies = {number: os.dup(number) for number in (1, 2)}
     null = os.open(os.devnull, os.O_WRONLY)
     try:
-        for number in kept:
+        for number in copies:
             os.dup2(null, number)
         yield
     finally:
-        for number, before in kept.items():
-            os.dup2(before, number)
-        for number in (null, *kept.values()):
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+        for number in (null, *copies.values()):
             os.close(number)
 
 
@@ -300,9 +300,9 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         return worlds[size]
 
     yield world
-    for each in worlds.values():
-        if each.usable:
-            each.close()
+    for processes in worlds.values():
+        if processes.usable:
+            processes.close()
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ INTO = [block for block in ON_PAGE if block.comment.startswith("into: ")]
 
 
 @pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder outside the package with the page's files."""
     for name, block in SAVED.items():
         (tmp_path / name).write_text(block.text)
@@ -58,20 +58,20 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(line: str, capfd: pytest.CaptureFixture[str]) -> str:
     """What a command prints that ends well."""
     status = main(line.split())
-    written = capfd.readouterr()
-    assert status == 0, written.err
-    return written.out
+    captured = capfd.readouterr()
+    assert status == 0, captured.err
+    return captured.out
 
 
 def test_the_page_has_every_kind_of_thing_with_no_more_files_than_it_should() -> None:
     assert set(SECTIONS) == set(GOALS)
-    for what, text in SECTIONS.items():
-        assert 1 <= len(re.findall(r"^- (?:\[|`my_)", text, re.MULTILINE)) <= GOALS[what], what
+    for kind, text in SECTIONS.items():
+        assert 1 <= len(re.findall(r"^- (?:\[|`my_)", text, re.MULTILINE)) <= GOALS[kind], kind
 
 
-@pytest.mark.parametrize("what", ["collective", "op", "device", "dtype"])
-def test_the_files_that_are_named_have_what_is_named_there(what: str) -> None:
-    items = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\)(.*(?:\n  .*)*)", SECTIONS[what], re.MULTILINE)
+@pytest.mark.parametrize("kind", ["collective", "op", "device", "dtype"])
+def test_the_files_that_are_named_have_what_is_named_there(kind: str) -> None:
+    items = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\)(.*(?:\n  .*)*)", SECTIONS[kind], re.MULTILINE)
     assert items
     for name, target, text in items:
         path = (ROOT / PAGE).parent / target
@@ -80,7 +80,7 @@ def test_the_files_that_are_named_have_what_is_named_there(what: str) -> None:
             assert re.search(rf"\b{word}\b", path.read_text()), f"{word} in {path}"
 
 
-@pytest.mark.usefixtures("saved")
+@pytest.mark.usefixtures("page_folder")
 def test_a_schedule_goes_wherever_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     schedule = "my_schedule.py:newest_first"
     line = f"schedule {schedule} --pp 2 --microbatches 2 --form compute_only"
@@ -89,7 +89,7 @@ def test_a_schedule_goes_wherever_one_is_named(capfd: pytest.CaptureFixture[str]
     assert json.loads(run(f"verify --pp 2 --schedule {schedule} --json", capfd))["ok"]
 
 
-@pytest.mark.usefixtures("saved")
+@pytest.mark.usefixtures("page_folder")
 def test_a_strategy_is_checked_and_runs(capfd: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(run("simulate my_strategy.py:in_two_steps --json", capfd))
     assert facts["backends"] == ["gloo", "nccl"]
@@ -97,7 +97,7 @@ def test_a_strategy_is_checked_and_runs(capfd: pytest.CaptureFixture[str]) -> No
     assert json.loads(run("verify my_strategy.py:in_two_steps --ranks 2 --json", capfd))["ok"]
 
 
-@pytest.mark.usefixtures("saved")
+@pytest.mark.usefixtures("page_folder")
 def test_a_primitive_in_slices_is_the_whole() -> None:
     """By itself, as each of the package's is tried: in slices, by what its passes keep, by shapes and FLOPs."""
     model = find_model("my_primitive.py:Rescaled")
@@ -110,7 +110,7 @@ def test_a_primitive_in_slices_is_the_whole() -> None:
     test_compute.test_shapes_and_flops_are_those_it_declares(primitive)
 
 
-@pytest.mark.usefixtures("saved")
+@pytest.mark.usefixtures("page_folder")
 def test_a_primitives_model_is_checked_whole_and_in_slices(capfd: pytest.CaptureFixture[str]) -> None:
     model = find_model("my_primitive.py:Rescaled")
     for plan in (Plan(Mesh(tp=2)), Plan(Mesh(pp=2), "zb-v"), Plan(Mesh(cp=2, tp=2), sequence_parallel=True)):
@@ -118,43 +118,43 @@ def test_a_primitives_model_is_checked_whole_and_in_slices(capfd: pytest.Capture
         assert Job(plan, ranks, 4, model, 2).checked().program.ranks == ranks
     assert json.loads(run("verify --tp 2 --model my_primitive.py:Rescaled --json", capfd))["ok"]
     line = "simulate --tp 2 --model my_primitive.py:Rescaled --cluster h100x2 --json"
-    more = json.loads(run(line, capfd))["model_flops"]
-    assert more == json.loads(run("simulate --tp 2 --model gpt --cluster h100x2 --json", capfd))["model_flops"]
+    flops = json.loads(run(line, capfd))["model_flops"]
+    assert flops == json.loads(run("simulate --tp 2 --model gpt --cluster h100x2 --json", capfd))["model_flops"]
 
 
-def test_a_model_is_simulated_verified_and_trained(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_simulated_verified_and_trained(page_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(run("simulate --model my_model.py:two_layers --cluster h100x8 --tp 2 --json", capfd))
     assert facts["layers"] > 2  # cut, from blocks
     assert json.loads(run("verify --tp 2 --model my_model.py:AttentionOnly --json", capfd))["ok"]
     line = "train --strategy ddp --ranks 2 --steps 15 --hidden-size 16 --trace --out traced --json"
     run(f"{line} --model my_model.py:AttentionOnly", capfd)
-    assert json.loads((saved / "traced" / "run.json").read_text())["model"]["kind"] == "my_model.py:AttentionOnly"
+    assert json.loads((page_folder / "traced" / "run.json").read_text())["model"]["kind"] == "my_model.py:AttentionOnly"
     assert "forward" in run("compare traced", capfd)
 
 
-def test_the_job_of_a_models_file_is_the_same_again(saved: Path) -> None:
+def test_the_job_of_a_models_file_is_the_same_again(page_folder: Path) -> None:
     job = Job("ddp", 2, 4, find_model("my_model.py:AttentionOnly"), 2)
     words = json.loads(json.dumps(job_as_dict(job)))
-    again = job_from_dict(words)
-    assert vars(again.model) == vars(job.model)
-    assert again.sizes == job.sizes
-    (saved / "my_model.py").unlink()
+    second_job = job_from_dict(words)
+    assert vars(second_job.model) == vars(job.model)
+    assert second_job.sizes == job.sizes
+    (page_folder / "my_model.py").unlink()
     with pytest.raises(ValueError, match=r"in my_model\.py, which is not here; give the command in the run's folder"):
         job_from_dict(words)
 
 
-def test_a_toml_file_changes_a_model_of_a_file(saved: Path) -> None:
-    (saved / "four.toml").write_text('model = "my_model.py:two_layers"\nlayers = 4\n')
+def test_a_toml_file_changes_a_model_of_a_file(page_folder: Path) -> None:
+    (page_folder / "four.toml").write_text('model = "my_model.py:two_layers"\nlayers = 4\n')
     model = find_model("four.toml")
     assert (model.layers, model.hidden_size) == (4, 768)
 
 
-def test_torchrun_trains_a_model_of_a_file(saved: Path, warm: WarmStarts) -> None:
+def test_torchrun_trains_a_model_of_a_file(page_folder: Path, warm: WarmStarts) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
     command += ["verify", "--tp", "2", "--model", "my_primitive.py:Rescaled", "--steps", "1", "--json"]
-    done = warm.run(command, cwd=saved)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ok"]  # from one of the ranks alone
+    process = warm.run(command, cwd=page_folder)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["ok"]  # from one of the ranks alone
 
 
 def test_a_cluster_file_puts_its_own_figures_in_the_place_of_a_devices(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def put(package: Path, block: Block) -> None:
     """Make a change of the page in a copy of the package: its first line that is there already says where."""
     path = package / block.comment.removeprefix("into: ")
     lines, change = path.read_text().splitlines(), block.text.splitlines()
-    here = [line[1:] for line in change if line[:1] != "+"]
-    at = next(at for at in range(len(lines)) if lines[at : at + len(here)] == here)
-    lines[at : at + len(here)] = [line[1:] for line in change if line[:1] != "-"]
+    old_lines = [line[1:] for line in change if line[:1] != "+"]
+    at = next(at for at in range(len(lines)) if lines[at : at + len(old_lines)] == old_lines)
+    lines[at : at + len(old_lines)] = [line[1:] for line in change if line[:1] != "-"]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -207,9 +207,11 @@ def built(changed: Path, *lines: str) -> list[Any]:
     """What commands of the changed package say, as JSON. One process runs them all."""
     env = {**os.environ, "PYTHONPATH": str(changed), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", COMMANDS, *lines]
-    done = subprocess.run(command, cwd=changed, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(text) for text in done.stdout.split("\0")[:-1]]
+    process = subprocess.run(
+        command, cwd=changed, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    return [json.loads(text) for text in process.stdout.split("\0")[:-1]]
 
 
 def test_a_strategy_is_built_in_by_its_own_file(changed: Path) -> None:
@@ -227,7 +229,7 @@ def test_a_collective_and_an_op_are_checked_and_run(changed: Path) -> None:
 def test_a_device_computes_and_a_collective_takes_time_on_it(changed: Path) -> None:
     (facts,) = built(changed, "simulate ring.py:ring_ddp --model gpt2 --cluster minex4 --precision fp16")
     assert facts["checked"]
-    assert [each["kind"] for each in facts["exposed"]] == ["shift"]
+    assert [entry["kind"] for entry in facts["exposed"]] == ["shift"]
 
 
 def test_products_alone_are_quicker_in_a_narrower_dtype(changed: Path) -> None:

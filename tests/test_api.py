@@ -91,10 +91,10 @@ def _modules_with_examples() -> list[str]:
 
 @pytest.mark.parametrize("name", _modules_with_examples())
 def test_the_examples_of_a_module_are_true(name: str) -> None:
-    found = doctest.DocTestFinder().find(import_module(name), extraglobs=NAMES)
-    results = [doctest.DocTestRunner(verbose=False).run(each) for each in found if each.examples]
+    doctests = doctest.DocTestFinder().find(import_module(name), extraglobs=NAMES)
+    results = [doctest.DocTestRunner(verbose=False).run(examples) for examples in doctests if examples.examples]
     assert results
-    assert sum(each.failed for each in results) == 0
+    assert sum(result.failed for result in results) == 0
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -129,8 +129,8 @@ def test_the_import_loads_no_torch_no_matplotlib_and_no_planner() -> None:
         "shardlab.strategies",
     )
     code = f"import shardlab, sys; print([name for name in {heavy!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "[]\n"
 
 
 def test_every_result_has_a_short_repr() -> None:
@@ -176,12 +176,12 @@ def test_a_plan_is_predicted_to_take_the_time_of_its_search() -> None:
 
 @pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b"])
 def test_a_step_is_the_same_by_names_and_by_objects(model: str) -> None:
-    named, found = (
+    by_name, by_object = (
         shardlab.predict(name, cluster, ZERO_1, recipe="nanotron", memory="20GiB")
         for name, cluster in ((model, "a100x8"), (find_model(model), find_cluster("a100x8")))
     )
-    assert found.forecast == named.forecast
-    assert found.forecast.memory.capacity == 20 * 2**30
+    assert by_object.forecast == by_name.forecast
+    assert by_object.forecast.memory.capacity == 20 * 2**30
 
 
 def test_a_plan_that_the_recipe_cannot_run_is_predicted_only_as_if() -> None:
@@ -211,9 +211,9 @@ def test_the_text_of_a_chosen_plan_is_the_report_of_the_command(tmp_path: Path) 
     chosen.save(tmp_path / "plan.toml")
     with pytest.raises(UserError, match=r"path is 3; give a file, such as plan\.toml"):
         chosen.save(cast(Any, 3))
-    saved = tomllib.loads((tmp_path / "plan.toml").read_text())
-    assert saved["plan"] == chosen.plan.as_dict()
-    assert (saved["model"]["model"], saved["cluster"]["cluster"]) == ("gpt2-xl", "a100x8")
+    tables = tomllib.loads((tmp_path / "plan.toml").read_text())
+    assert tables["plan"] == chosen.plan.as_dict()
+    assert (tables["model"]["model"], tables["cluster"]["cluster"]) == ("gpt2-xl", "a100x8")
     with pytest.raises(UserError, match="it cannot be written: No such file"):
         chosen.save(tmp_path / "missing" / "plan.toml")
 
@@ -250,8 +250,8 @@ def test_results_have_no_colours_of_a_terminal_in_a_notebook(show: Any, monkeypa
 
 def test_a_plan_shows_what_differs_from_the_defaults() -> None:
     plan = shardlab.Plan(Mesh(dp_shard=8, tp=2), shard_optimizer=("dp_shard",), sequence_parallel=True)
-    shown = "Plan(Mesh(dp_shard=8, tp=2), shard_optimizer=('dp_shard',), sequence_parallel=True)"
-    assert str(plan) == cast(Any, pretty).pretty(plan) == shown
+    text = "Plan(Mesh(dp_shard=8, tp=2), shard_optimizer=('dp_shard',), sequence_parallel=True)"
+    assert str(plan) == cast(Any, pretty).pretty(plan) == text
     assert str(shardlab.Plan()) == "Plan(Mesh())"
 
 
@@ -447,7 +447,7 @@ def test_a_user_error_is_shown_as_a_sentence() -> None:
 def test_ipython_shows_a_sentence_and_no_traceback(tmp_path: Path) -> None:
     code = "import shardlab\nshardlab.check('fsdq')\n"
     command = [sys.executable, "-m", "IPython", "--colors=NoColor", f"--ipython-dir={tmp_path}", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    shown = done.stdout + done.stderr
-    assert "UserError: there is no strategy 'fsdq'; did you mean fsdp?" in shown
-    assert "Traceback" not in shown
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    printed = process.stdout + process.stderr
+    assert "UserError: there is no strategy 'fsdq'; did you mean fsdp?" in printed
+    assert "Traceback" not in printed

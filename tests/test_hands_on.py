@@ -45,8 +45,8 @@ def test_the_hands_on_session_runs_as_it_is_written(elsewhere: Path, warm: WarmS
 
     All ranks of all commands are forked from one server, which has the imports of each.
     """
-    drawn = np.random.default_rng(0).integers(0, len(CHARACTERS), 40_000)
-    text = "".join(CHARACTERS[each] for each in drawn.tolist())
+    numbers = np.random.default_rng(0).integers(0, len(CHARACTERS), 40_000)
+    text = "".join(CHARACTERS[number] for number in numbers.tolist())
     assert len(set(text)) == len(CHARACTERS) == 65
     (elsewhere / "input.txt").write_text(text)
     commands = [command for block in OF_SESSIONS for command in block.commands]
@@ -66,7 +66,7 @@ def test_the_hands_on_session_runs_as_it_is_written(elsewhere: Path, warm: WarmS
         output, _, status = whole.rpartition("\n")[0].rpartition("\n")
         refused = command.output.startswith("shardlab: ")
         assert (status != "0") == refused, f"{command.line}: {whole}"
-        left = flat(output)
-        for shown in map(flat, command.output.split("...\n")):
-            before, found, left = left.partition(shown) if shown else ("", "", left)
-            assert found == shown, f"{command.line}: {shown!r} is not in what follows {before!r}"
+        remaining = flat(output)
+        for expected in map(flat, command.output.split("...\n")):
+            skipped, match, remaining = remaining.partition(expected) if expected else ("", "", remaining)
+            assert match == expected, f"{command.line}: {expected!r} is not in what follows {skipped!r}"

@@ -76,11 +76,11 @@ def squeezed(text: str) -> str:
 def shortened(line: str) -> str:
     """A command that trains for no more than 4 steps where it has 10 or more; --trace needs 15. It measures collectives
     and layers for no more than 0.01 s, and searches schedules among 50 proposals."""
-    most = 16 if "--trace" in line else 4
+    limit = 16 if "--trace" in line else 4
     line = re.sub(r" --seconds [\d.]+", "", line)
     line = re.sub(r"(?<=schedule search)(?!.*--proposals)", " --proposals 50", line)
     line = re.sub(r"(?<=bench )(collectives|compute)", r"\1 --seconds 0.01", line)
-    return re.sub(r"--steps (\d\d+)", lambda m: f"--steps {min(int(m[1]), most)}", line)
+    return re.sub(r"--steps (\d\d+)", lambda m: f"--steps {min(int(m[1]), limit)}", line)
 
 
 @pytest.fixture
@@ -102,55 +102,55 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("elsewhere")
 def test_a_command_prints_what_the_page_shows(block: Block, capfd: pytest.CaptureFixture[str]) -> None:
     """In this process, so that all commands share one import of torch and one server that forks ranks."""
-    how = block.comment.removeprefix("test: ")
-    assert how in COMMENTS
+    comment = block.comment.removeprefix("test: ")
+    assert comment in COMMENTS
     for command in block.commands:
-        line = shortened(command.line) if how == "it runs" else command.line
+        line = shortened(command.line) if comment == "it runs" else command.line
         if line.startswith("cd "):
             os.chdir(line.removeprefix("cd "))  # `elsewhere` goes back
             continue
         status = main(shlex.split(line)[1:])
-        written = capfd.readouterr()
-        assert "Traceback" not in written.err
-        if how == "it runs":
-            assert status == 0, written.err
+        captured = capfd.readouterr()
+        assert "Traceback" not in captured.err
+        if comment == "it runs":
+            assert status == 0, captured.err
             assert not command.output.strip()
             continue
-        printed = "".join(line.rstrip() + "\n" for line in (written.out + written.err).splitlines())
-        if how == "the same":
+        printed = "".join(line.rstrip() + "\n" for line in (captured.out + captured.err).splitlines())
+        if comment == "the same":
             assert printed == command.output
-        elif how == "the same up to numbers":
+        elif comment == "the same up to numbers":
             assert squeezed(printed) == squeezed(command.output)
         else:
             rest = re.sub(" +", " ", printed)  # a warning, as of a torch for GPUs without one, widens a column
-            for shown in filter(None, re.sub(" +", " ", command.output).split("...\n")):
-                before, found, rest = rest.partition(shown)
-                assert found == shown, f"{shown!r} is not in what follows {before!r}"
+            for expected in filter(None, re.sub(" +", " ", command.output).split("...\n")):
+                skipped, match, rest = rest.partition(expected)
+                assert match == expected, f"{expected!r} is not in what follows {skipped!r}"
 
 
 def shown_by_make(target: str) -> list[str]:
     """What the README shows that `make` prints for a target."""
-    (shown,) = [c.output for block in CONSOLE for c in block.commands if c.line == f"make {target}"]
-    return shown.splitlines()
+    (output,) = [c.output for block in CONSOLE for c in block.commands if c.line == f"make {target}"]
+    return output.splitlines()
 
 
 def recipe(target: str) -> list[str]:
     """A target's lines in the Makefile, as `make` prints them."""
-    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found
-    return found[1].replace("\t", "").replace("$(BIN)", ".venv/bin").splitlines()
+    match = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert match
+    return match[1].replace("\t", "").replace("$(BIN)", ".venv/bin").splitlines()
 
 
 def test_make_train_prints_what_the_readme_shows(elsewhere: Path, warm: WarmStarts) -> None:
     """In a process and a folder of its own, shortened to 20 steps."""
     (line,) = recipe("train")
-    echoed, *shown = shown_by_make("train")
+    echoed, *expected = shown_by_make("train")
     assert echoed == line
     words = shlex.split(line.removeprefix(".venv/bin/").replace("--steps 200", "--steps 20"))
-    done = warm.run(["-m", *words], cwd=elsewhere)
-    assert done.returncode == 0, done.stderr
-    printed = squeezed(done.stderr + done.stdout).splitlines()
-    for line in shown:
+    process = warm.run(["-m", *words], cwd=elsewhere)
+    assert process.returncode == 0, process.stderr
+    printed = squeezed(process.stderr + process.stdout).splitlines()
+    for line in expected:
         if line != "...":
             assert squeezed(line).strip() in map(str.strip, printed)
 
@@ -162,8 +162,8 @@ def test_make_test_prints_what_the_readme_shows() -> None:
     for line, printed in pairwise(lines):
         if line.startswith(".venv") and printed != "...":
             words = [sys.executable, "-m", *shlex.split(line.removeprefix(".venv/bin/"))]
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-            assert squeezed(done.stdout) == squeezed(printed) + "\n"
+            process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert squeezed(process.stdout) == squeezed(printed) + "\n"
 
 
 def test_other_commands_are_targets_of_the_makefile() -> None:
@@ -188,8 +188,8 @@ def test_python_runs_and_prints_what_the_page_shows(block: Block, elsewhere: Pat
         {"__name__": "page", "print": note},
     )
     for number, line in enumerate(block.text.splitlines(), start=1):
-        if shown := SHOWN.match(line):
-            pattern, text = ".*".join(map(re.escape, shown[1].split("..."))), " ".join(printed[number].split())
+        if match := SHOWN.match(line):
+            pattern, text = ".*".join(map(re.escape, match[1].split("..."))), " ".join(printed[number].split())
             assert re.fullmatch(pattern, text), f"{line!r} prints {text!r}"
 
 
@@ -203,8 +203,8 @@ def test_an_example_is_the_file_that_it_says() -> None:
 def test_the_mistake_is_the_strategy_without_its_reduction() -> None:
     right = (ROOT / "examples" / "my_strategy.py").read_text().splitlines()[3:]
     wrong = (ROOT / "examples" / "mistake.py").read_text().splitlines()[3:]
-    without = [line.replace("(l, total,", "(l, grad_weight,") for line in right if "all_reduce" not in line]
-    assert wrong == without
+    unreduced = [line.replace("(l, total,", "(l, grad_weight,") for line in right if "all_reduce" not in line]
+    assert wrong == unreduced
 
 
 def test_the_pictures_are_what_is_drawn_today(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def parts(svg: Path) -> tuple[list[str], list[float]]:
     """The words of a picture and, apart from them, its numbers."""
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", "name", svg.read_text(encoding="utf-8"))
     number = r"(?<![\w#])-?\d+(?:\.\d+)?"
-    return re.split(number, text), [float(found) for found in re.findall(number, text)]
+    return re.split(number, text), [float(digits) for digits in re.findall(number, text)]
 
 
 def test_links_lead_somewhere() -> None:

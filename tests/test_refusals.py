@@ -306,5 +306,5 @@ def test_every_rule_is_broken_in_a_table_and_says_what_to_do() -> None:
         for table, name in pinned
     ]
     refused = [refusal_of(call) for call in (*calls, *TAPES.values())]
-    assert {each.rule for each in refused} == set(get_args(Rule))
-    assert all(each.remedy for each in refused)
+    assert {refusal.rule for refusal in refused} == set(get_args(Rule))
+    assert all(refusal.remedy for refusal in refused)

@@ -38,15 +38,15 @@ def test_every_page_is_once_in_the_navigation(site: Any) -> None:
 
 
 def test_files_outside_docs_have_pages_and_links_lead_there(site: Any) -> None:
-    seen = 0
+    link_count = 0
     for name, text in PAGES.items():
         for target, path in site.outside(f"docs/{name}", text).items():
             page = site.page_of(path)
-            moved = site.LINK.sub(r"\2", f"]({site.target_of(name, target, {target: path})})").removesuffix(")")
-            assert (DOCS / name).parent.joinpath(moved).resolve() == DOCS / page, (name, target)
+            link = site.LINK.sub(r"\2", f"]({site.target_of(name, target, {target: path})})").removesuffix(")")
+            assert (DOCS / name).parent.joinpath(link).resolve() == DOCS / page, (name, target)
             assert path == "README.md" or site.source_page(DOCS.parent / path).count("\n") > 5
-            seen += 1
-    assert seen > 50
+            link_count += 1
+    assert link_count > 50
 
 
 def test_the_page_of_the_readme_has_its_links_and_pictures_in_docs(site: Any) -> None:

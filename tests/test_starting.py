@@ -49,8 +49,8 @@ def test_an_interrupt_while_a_dataclass_is_defined_keeps_the_status_of_the_comma
     (tmp_path / "interrupted.py").write_text(INTERRUPTED_IN_EXEC)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src")))}
     with started([sys.executable, "-m", "interrupted", "--version"], env=environment) as process:
-        said, _ = process.communicate()
-    assert (process.returncode, said.split()[0]) == (0, "shardlab")
+        output, _ = process.communicate()
+    assert (process.returncode, output.split()[0]) == (0, "shardlab")
 
 
 INTERRUPTED_AT_THE_END = """
@@ -72,5 +72,5 @@ def test_ctrl_c_after_the_end_of_the_command_keeps_its_status_and_prints_nothing
     (tmp_path / "interrupted.py").write_text(INTERRUPTED_AT_THE_END.format(first=order[0], second=order[1]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src")))}
     with started([sys.executable, "-m", "interrupted"], env=environment) as process:
-        said, errors = process.communicate()
-    assert (process.returncode, "fsdp" in said, errors) == (0, True, "")
+        output, errors = process.communicate()
+    assert (process.returncode, "fsdp" in output, errors) == (0, True, "")

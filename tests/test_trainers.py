@@ -17,17 +17,17 @@ COMMANDS = sorted(set(re.findall(r"`(shardlab [^`]+)`", PAGE)))
 
 def test_what_says_yes_has_a_command_and_nothing_else_has() -> None:
     features = {row[0]: row[1] for row in ROWS if len(row) == 9 and set(row[0]) != {"-"}}
-    shown = [row[0] for row in ROWS if len(row) == 2 and set(row[0]) != {"-"}][1:]
+    features_with_commands = [row[0] for row in ROWS if len(row) == 2 and set(row[0]) != {"-"}][1:]
     features.pop("feature")
     assert all(re.match("(yes|no)\\b", cell) for cell in features.values())
-    assert shown == [name for name, cell in features.items() if cell.startswith("yes")]
+    assert features_with_commands == [name for name, cell in features.items() if cell.startswith("yes")]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_has_all_of_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, name, *words = shlex.split(command)
-    named = [name, *([words.pop(0)] if name in ("data", "bench") else [])]
-    assert main([*named, "--help"]) == 0
+    subcommand = [name, *([words.pop(0)] if name in ("data", "bench") else [])]
+    assert main([*subcommand, "--help"]) == 0
     printed = capsys.readouterr().out
     for option in (word for word in words if word.startswith("--")):
-        assert re.search(rf"(?<![\w-]){option}(?![\w-])", printed), f"shardlab {' '.join(named)} has no {option}"
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", printed), f"shardlab {' '.join(subcommand)} has no {option}"

@@ -24,5 +24,5 @@ def test_types_are_right() -> None:
     assert package.origin is not None
     checker = Path(package.origin).parent / "dist" / "index.js"
     words = [node_path(), *QUICKER, str(checker)]
-    done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr

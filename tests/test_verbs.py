@@ -45,5 +45,5 @@ def test_every_verb_has_a_docstring_and_every_type_of_a_signature_is_explained(w
 def test_every_argument_that_is_described_is_one_of_the_signature(writer: ModuleType) -> None:
     for name, method in writer.verbs().items():
         described = writer.parsed(inspect.getdoc(method)).sections.get("Args", [])
-        named = {each for names, _ in described for each in names.split(", ")}
-        assert named <= set(inspect.signature(method).parameters), name
+        arguments = {argument for names, _ in described for argument in names.split(", ")}
+        assert arguments <= set(inspect.signature(method).parameters), name
