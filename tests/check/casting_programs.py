@@ -8,14 +8,14 @@ from tests.support.passing import gradients
 
 async def gradients_in_half(rank: Rank) -> None:
     """Data parallelism whose gradients travel in bfloat16 (PyTorch's communication hook `bf16_compress_hook`)."""
-    for l, made in gradients(rank):
-        rank.grad_weights[l] = await rank.all_reduce(rank.cast(made, "bfloat16"))
+    for l, grad_weight in gradients(rank):
+        rank.grad_weights[l] = await rank.all_reduce(rank.cast(grad_weight, "bfloat16"))
     for l in rank.layers:
         squares = rank.norm(l, rank.grad_weights[l])
         rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
+        rank.weights[l], rank.opt_states[l] = update
 
 
 async def weights_in_half(rank: Rank) -> None:
@@ -30,12 +30,12 @@ async def weights_in_half(rank: Rank) -> None:
         grad = rank.loss(rank.activations.pop(len(rank.layers)))
         for l in reversed(rank.layers):
             full = rank.cast(await rank.all_gather(rank.cast(rank.weights[l], "float16")))
-            made, grad = rank.backward(l, rank.activations.pop(l), grad, full)
-            mine = await rank.reduce_scatter(rank.cast(made, "float32"))
+            grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, full)
+            mine = await rank.reduce_scatter(rank.cast(grad_weight, "float32"))
             rank.grad_weights[l] = rank.grad_weights[l] + mine if l in rank.grad_weights else mine
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        rank.weights[l], rank.opt_states[l] = update
 
 
 async def messages_in_half(rank: Rank) -> None:
@@ -58,13 +58,13 @@ async def messages_in_half(rank: Rank) -> None:
         else:
             grad = rank.loss(out)
         for l in reversed(mine):
-            made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
-            rank.grad_weights[l] = rank.grad_weights[l] + made if l in rank.grad_weights else made
+            grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+            rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if l in rank.grad_weights else grad_weight
         if rank.index == 1:
             await rank.send(rank.cast(grad, "bfloat16"), to=other)
     for l in mine:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        rank.weights[l], rank.opt_states[l] = update
 
 
 RIGHT = [gradients_in_half, weights_in_half, messages_in_half]

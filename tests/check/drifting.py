@@ -18,9 +18,9 @@ def data_parallel(total: Sum) -> Strategy:
             rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
         gradient = computed(rank, rank.share())
         for l in reversed(rank.layers):
-            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-            rank.grad_weights["mine"] = made
-            rank.grad_weights["total"] = await total(rank, made)
+            grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights["mine"] = grad_weight
+            rank.grad_weights["total"] = await total(rank, grad_weight)
             for key in list(rank.grad_weights):
                 if key != "total":
                     del rank.grad_weights[key]
@@ -41,13 +41,15 @@ def computed(rank: Rank, microbatches: Sequence[int]) -> Value:
 
 async def all_gradients(rank: Rank, mine: Value) -> list[Value]:
     """Every rank's gradient, by rank, passed round a ring."""
-    after, before = (rank.index + 1) % rank.world, (rank.index - 1) % rank.world
-    came = {rank.index: mine}
+    next_rank, previous_rank = (rank.index + 1) % rank.world, (rank.index - 1) % rank.world
+    gradients = {rank.index: mine}
     for step in range(1, rank.world):
         source = (rank.index - step) % rank.world
-        given = came[(source + 1) % rank.world]
-        rank.grad_weights[source] = came[source] = await rank.exchange(given, to=after, source=before)
-    return [came[source] for source in range(rank.world)]
+        gradient = gradients[(source + 1) % rank.world]
+        rank.grad_weights[source] = gradients[source] = await rank.exchange(
+            gradient, to=next_rank, source=previous_rank
+        )
+    return [gradients[source] for source in range(rank.world)]
 
 
 def added(order: Callable[[int, int], Sequence[int]]) -> Sum:
@@ -107,10 +109,10 @@ async def summed_on_one(rank: Rank, mine: Value) -> Value:
     """The last rank's sum, in whatever order, is broadcast."""
     root = rank.world - 1
     total = await added(turned)(rank, mine)
-    return total if await _told(rank, total, root) is None else rank.grad_weights["told"]
+    return total if await _sum_from_root(rank, total, root) is None else rank.grad_weights["told"]
 
 
-async def _told(rank: Rank, total: Value, root: int) -> Value | None:
+async def _sum_from_root(rank: Rank, total: Value, root: int) -> Value | None:
     if rank.index == root:
         await rank.broadcast(total, root=root)
         return None
@@ -135,11 +137,11 @@ def sum_apart_on_last_rank(rank: Rank, layers: Container[int]) -> None:
     for m in rank.microbatches:
         gradient = computed(rank, [m])
         for l in reversed(rank.layers):
-            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-            rank.grad_weights["new"] = made
-            rank.accumulate(made)
+            grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights["new"] = grad_weight
+            rank.accumulate(grad_weight)
             if l in layers and rank.index == rank.world - 1:
-                rank.slice(made, 0, 2)
+                rank.slice(grad_weight, 0, 2)
             del rank.grad_weights["new"]
 
 

@@ -27,15 +27,15 @@ async def layers_without_parameters(rank: Rank) -> None:
     weights = {l: rank.weights["full", l] if l in empty else rank.weights[rank.weight_of(l)] for l in rank.layers}
     xs[0] = rank.load_batch(rank.microbatches)
     for l, layer in enumerate(layers):
-        made = rank.forward(l, (xs[l], *[carried.pop(port.kind) for port in layer.inputs[1:]]), weights[l])
-        for port, value in zip(layer.outputs[1:], made[1:], strict=True):
+        outputs = rank.forward(l, (xs[l], *[carried.pop(port.kind) for port in layer.inputs[1:]]), weights[l])
+        for port, value in zip(layer.outputs[1:], outputs[1:], strict=True):
             carried[port.kind] = rank.store(port.kind)["x"] = value
-        xs[l + 1] = await rank.all_reduce(made[0]) if layer.sliced and l < last else made[0]
+        xs[l + 1] = await rank.all_reduce(outputs[0]) if layer.sliced and l < last else outputs[0]
     stats = await rank.all_gather(rank.loss_stats(xs[last + 1]))
     gradient = rank.loss(xs.pop(last + 1), stats)
     for l, layer in reversed([*enumerate(layers)]):
-        given = (gradient, *[carried.pop(port.kind) for port in layer.outputs[1:]])
-        rank.grad_weights[l], gradient, *rest = rank.backward(l, xs.pop(l), given, weights[l])
+        gradients = (gradient, *[carried.pop(port.kind) for port in layer.outputs[1:]])
+        rank.grad_weights[l], gradient, *rest = rank.backward(l, xs.pop(l), gradients, weights[l])
         for port, value in zip(layer.inputs[1:], rest, strict=True):
             carried[port.kind] = rank.store(GRADIENT_OF[port.kind])["g"] = value
         if layer.sliced and l:
@@ -54,8 +54,8 @@ async def last_rank_is_idle(rank: Rank) -> None:
     others = rank.world - 1
     if rank.index == others:
         return
-    for l, made in gradients(rank, rank.microbatches[rank.index :: others]):
-        total = await rank.all_reduce(made, among=range(others))
+    for l, grad_weight in gradients(rank, rank.microbatches[rank.index :: others]):
+        total = await rank.all_reduce(grad_weight, among=range(others))
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
 
@@ -63,10 +63,10 @@ async def first_rank_is_idle(rank: Rank) -> None:
     """One rank does all the work, and clips by the gradient's norm; it is not the first."""
     if rank.index != 1:
         return
-    for l, made in gradients(rank, rank.microbatches):
-        rank.grad_weights[l] = made
-        squares = rank.norm(l, made)
+    for l, grad_weight in gradients(rank, rank.microbatches):
+        rank.grad_weights[l] = grad_weight
+        squares = rank.norm(l, grad_weight)
         rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
+        rank.weights[l], rank.opt_states[l] = update

@@ -35,8 +35,8 @@ async def combined_apart(rank: Rank) -> None:
         if combines:
             rank.routing[l] = await of_both(rank, rank.routing[l])
         inputs = tuple(rank.store(port.kind)[port.layer] for port in layer.inputs)
-        for port, made in zip(layer.outputs, rank.forward(l, inputs, rank.weights[l]), strict=True):
-            rank.store(port.kind)[port.layer] = await own_of(rank, made) if combines else made
+        for port, output in zip(layer.outputs, rank.forward(l, inputs, rank.weights[l]), strict=True):
+            rank.store(port.kind)[port.layer] = await own_of(rank, output) if combines else output
         if layer.projects:
             xs[l + 1] = rank.attend(l, rank.queries[l], rank.keys_values[l])
     dxs[len(layers)] = rank.loss(xs[len(layers)])
@@ -59,8 +59,8 @@ async def combined_apart(rank: Rank) -> None:
                 dxs[l] = await rank.all_to_all(dxs[l], axis=axis)
     for l, layer in enumerate(layers):
         if rank.sizes.weights[l]:
-            made = rank.grad_weights[l]
-            total = made if "expert" in layer.cut else await rank.all_reduce(made)
+            grad = rank.grad_weights[l]
+            total = grad if "expert" in layer.cut else await rank.all_reduce(grad)
             rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
 

@@ -47,8 +47,8 @@ async def zero_1_descending(rank: Rank) -> None:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
     gradient = rank.loss(rank.activations.pop(len(rank.layers)))
     for l in reversed(rank.layers):
-        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-        total = await rank.all_reduce(made)
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        total = await rank.all_reduce(grad_weight)
         new, rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
         rank.weights[l] = await rank.all_gather(new, among=[*reversed(range(rank.world))])
 
@@ -115,11 +115,11 @@ async def backward(rank: Rank, key: object, gradient: Value) -> None:
     for l in reversed(rank.layers):
         x = rank.activations.pop((l, key))
         if rank.signatures[l].carries:
-            made, gradient, *residual = rank.backward(l, x, (gradient, *residual), rank.weights[l])
+            grad_weight, gradient, *residual = rank.backward(l, x, (gradient, *residual), rank.weights[l])
         else:
-            made, terms = rank.backward(l, x, gradient, rank.weights[l])
+            grad_weight, terms = rank.backward(l, x, gradient, rank.weights[l])
             gradient = await rank.all_reduce(terms, axis="tp") if l else terms
-        rank.accumulate(made)
+        rank.accumulate(grad_weight)
 
 
 def update(rank: Rank) -> None:
@@ -220,8 +220,8 @@ async def losses_of_slices_first(rank: Rank) -> None:
             else:
                 rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
     for l in rank.layers:
-        own = rank.grad_weights.pop(l) if l in rank.grad_weights else rank.zero_gradient(l)
-        total = await rank.all_reduce(own)
+        term = rank.grad_weights.pop(l) if l in rank.grad_weights else rank.zero_gradient(l)
+        total = await rank.all_reduce(term)
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
 

@@ -61,15 +61,15 @@ async def sums_away(rank: Rank) -> None:
         grad = rank.loss(rank.activations.pop(len(rank.layers)))
         for l in reversed(rank.layers):
             weight = await rank.reload(rank.weights[l])
-            made, grad = rank.backward(l, rank.activations.pop(l), grad, weight)
-            sums = await rank.offload(await rank.all_reduce(made))
+            grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, weight)
+            sums = await rank.offload(await rank.all_reduce(grad_weight))
             rank.grad_weights[l] = rank.grad_weights[l] + sums if l in rank.grad_weights else sums
     for l in rank.layers:
         squares = rank.norm(l, rank.grad_weights[l])
         rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
+        rank.weights[l], rank.opt_states[l] = update
 
 
 async def state_goes_to_weight(rank: Rank) -> None:
@@ -85,8 +85,8 @@ async def state_goes_to_weight(rank: Rank) -> None:
     grad = rank.loss(rank.activations.pop(len(rank.layers)))
     for l in reversed(rank.layers):
         weight = await rank.reload(rank.weights[l])
-        made, grad = rank.backward(l, rank.activations.pop(l), grad, weight)
-        total = await rank.offload(await rank.all_reduce(made))
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, weight)
+        total = await rank.offload(await rank.all_reduce(grad_weight))
         if places[l]:
             rank.opt_states[l] = await rank.reload(rank.opt_states.pop(l))
         state = await rank.offload(rank.opt_states.pop(l))
@@ -101,13 +101,13 @@ async def clipped_here(rank: Rank) -> None:
     for l in rank.layers:
         weight = rank.load_weight(l, place="host")
         rank.weights[l], rank.opt_states[l] = await rank.reload(weight), rank.load_opt_state(l)
-    for l, made in gradients(rank):
-        rank.grad_weights[l] = await rank.all_reduce(made)
+    for l, grad_weight in gradients(rank):
+        rank.grad_weights[l] = await rank.all_reduce(grad_weight)
         squares = rank.norm(l, rank.grad_weights[l])
         rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
+        rank.weights[l], rank.opt_states[l] = update
         rank.weights[l] = await rank.offload(rank.weights[l])
 
 
@@ -117,8 +117,8 @@ async def slice_outlives_the_update(rank: Rank) -> None:
         weight = rank.load_weight(l, place="host")
         rank.weights[l], rank.opt_states[l] = await rank.reload(weight), rank.load_opt_state(l)
         rank.weights["half", l] = rank.slice(rank.weights[l], 0, 2)
-    for l, made in gradients(rank):
-        total = await rank.all_reduce(made)
+    for l, grad_weight in gradients(rank):
+        total = await rank.all_reduce(grad_weight)
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
         del rank.weights["half", l]
         rank.weights[l] = await rank.offload(rank.weights[l])
@@ -131,14 +131,14 @@ async def slices_are_stepped_one_by_one(rank: Rank) -> None:
         for half in range(2):
             rank.opt_states[l, half] = rank.load_opt_state(l, half, 2)
         rank.weights[l] = await rank.reload(rank.weights[l, "host"])
-    for l, made in gradients(rank):
-        total = rank.grad_weights[l] = await rank.all_reduce(made)
+    for l, grad_weight in gradients(rank):
+        total = rank.grad_weights[l] = await rank.all_reduce(grad_weight)
         for half in range(2):
             rank.weights[l, half] = rank.slice(rank.weights[l], half, 2)
         del rank.weights[l]
         for half in range(2):
-            made = rank.update(l, total, rank.weights[l, half], rank.opt_states[l, half])
-            rank.weights[l, half], rank.opt_states[l, half] = made
+            update = rank.update(l, total, rank.weights[l, half], rank.opt_states[l, half])
+            rank.weights[l, half], rank.opt_states[l, half] = update
             quarters = [rank.slice(rank.weights[l, half], i, 2) for i in range(2)]
             rank.weights[l, half] = rank.concatenate(quarters) if half else quarters[0]
             if not half:
@@ -155,8 +155,8 @@ async def two_copies_are_stepped(rank: Rank) -> None:
         for half in range(2):
             rank.opt_states[l, half] = rank.load_opt_state(l, half, 2)
         rank.weights[l] = await rank.reload(rank.weights[l, "disk"])
-    for l, made in gradients(rank):
-        total = rank.grad_weights[l] = await rank.all_reduce(made)
+    for l, grad_weight in gradients(rank):
+        total = rank.grad_weights[l] = await rank.all_reduce(grad_weight)
         rank.weights[l, "copy"] = await rank.reload(rank.weights.pop((l, "disk")))
         new = rank.update(l, total, rank.weights.pop(l), rank.opt_states[l, 0])
         rank.weights[l, 0], rank.opt_states[l, 0] = new
@@ -173,8 +173,8 @@ async def rounded_on_its_way(rank: Rank) -> None:
     for l in rank.layers:
         weight = await rank.reload(rank.load_weight(l, place="host"))
         rank.weights[l], rank.opt_states[l] = rank.cast(rank.cast(weight, "bfloat16")), rank.load_opt_state(l)
-    for l, made in gradients(rank):
-        total = await rank.all_reduce(made)
+    for l, grad_weight in gradients(rank):
+        total = await rank.all_reduce(grad_weight)
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
         rank.weights[l] = await rank.offload(rank.weights[l])
 

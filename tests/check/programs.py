@@ -69,30 +69,30 @@ def finish(rank: Rank, other: Value) -> None:
     rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
 
 
-def exchanged(how: str) -> Strategy:
+def exchanged(order: str) -> Strategy:
     """Two ranks tell each other their gradients by messages: data parallelism without collectives."""
 
     async def program(rank: Rank) -> None:
         mine, peer = await one_layer_gradient(rank, [rank.index]), 1 - rank.index
         expect = ("grad_weights", 0, peer)
-        if how == "send first":
+        if order == "send first":
             await rank.send(mine, to=peer)
             other = await rank.recv(source=peer, expect=expect)
-        elif how == "receive first":
+        elif order == "receive first":
             other = await rank.recv(source=peer, expect=expect)
             await rank.send(mine, to=peer)
-        elif how == "one sends first":
+        elif order == "one sends first":
             if rank.index == 0:
                 await rank.send(mine, to=peer)
             other = await rank.recv(source=peer, expect=expect)
             if rank.index == 1:
                 await rank.send(mine, to=peer)
-        elif how == "send un-awaited":
-            sent = rank.send(mine, to=peer)
+        elif order == "send un-awaited":
+            pending = rank.send(mine, to=peer)
             other = await rank.recv(source=peer, expect=expect)
-            await sent
+            await pending
         else:
-            assert how == "exchange"
+            assert order == "exchange"
             other = await rank.exchange(mine, to=peer, source=peer, expect=expect)
         finish(rank, other)
 
@@ -116,12 +116,12 @@ async def two_microbatches_ahead(rank: Rank) -> None:
             rank.activations[1, m] = await rank.recv(source=0, expect=("activations", 1, m))
             last = rank.forward(1, rank.activations[1, m], rank.weights[1])
             gradient = rank.loss(last)
-        made, down = rank.backward(stage, rank.activations.pop((stage, m)), gradient, rank.weights[stage])
-        rank.grad_weights[0] = rank.grad_weights[0] + made if m else made
+        grad_weight, down = rank.backward(stage, rank.activations.pop((stage, m)), gradient, rank.weights[stage])
+        rank.grad_weights[0] = rank.grad_weights[0] + grad_weight if m else grad_weight
         if stage == 1:
             await rank.send(down, to=0)
-    made = rank.grad_weights.pop(0)
-    rank.weights[stage], rank.opt_states[stage] = rank.update(stage, made, rank.weights[stage], rank.opt_states[stage])
+    total = rank.grad_weights.pop(0)
+    rank.weights[stage], rank.opt_states[stage] = rank.update(stage, total, rank.weights[stage], rank.opt_states[stage])
 
 
 def gradients_swapped(*, swapped: bool) -> Program:

@@ -37,8 +37,8 @@ async def terms_added_by_hand(rank: Rank) -> None:
     for l in reversed(rank.layers):
         x = rank.activations.pop(l)
         if rank.sizes.signatures[l].carries:
-            given = gradient, *residual
-            rank.grad_weights[l], gradient, *residual = rank.backward(l, x, given, rank.weights[l])
+            gradients = gradient, *residual
+            rank.grad_weights[l], gradient, *residual = rank.backward(l, x, gradients, rank.weights[l])
         else:
             rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
             gradient = await summed(rank, rank.grad_activations, terms) if l else terms
@@ -69,8 +69,8 @@ async def logits_gathered(rank: Rank) -> None:
         if rank.sizes.signatures[l].carries:
             rank.activations[l + 1], *residual = rank.forward(l, (rank.activations[l], *residual), rank.weights[l])
         else:
-            made = rank.forward(l, rank.activations[l], rank.weights[l])
-            whole = rank.all_gather(made, axis="tp") if l == last else rank.all_reduce(made, axis="tp")
+            output = rank.forward(l, rank.activations[l], rank.weights[l])
+            whole = rank.all_gather(output, axis="tp") if l == last else rank.all_reduce(output, axis="tp")
             rank.activations[l + 1] = await whole
     gradient, residual = rank.loss(rank.activations.pop(last + 1)), []
     for l in reversed(rank.layers):
@@ -104,10 +104,10 @@ async def experts_interleaved_batch(rank: Rank, loss: Factor = ONE) -> None:
             rank.activations[l] = await rank.all_to_all(rank.activations.pop(l))
             rank.activations[l + 1] = await rank.all_to_all(rank.forward(l, rank.activations[l], rank.weights[l]))
         else:
-            given = (rank.activations[l], *carried)
-            rank.activations[l + 1], *carried = rank.forward(l, given, rank.weights[l])
-    made = rank.loss(rank.activations.pop(last))
-    rank.grad_activations[last] = made if loss is ONE else rank.scale(made, loss)
+            inputs = (rank.activations[l], *carried)
+            rank.activations[l + 1], *carried = rank.forward(l, inputs, rank.weights[l])
+    grad = rank.loss(rank.activations.pop(last))
+    rank.grad_activations[last] = grad if loss is ONE else rank.scale(grad, loss)
     for l in reversed(rank.layers):
         x, gradient = rank.activations.pop(l), rank.grad_activations.pop(l + 1)
         if "expert" in rank.sizes.signatures[l].cut:
@@ -115,8 +115,8 @@ async def experts_interleaved_batch(rank: Rank, loss: Factor = ONE) -> None:
             rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
             rank.grad_activations[l] = await rank.all_to_all(gradient)
         else:
-            made, rank.grad_activations[l], *carried = rank.backward(l, x, (gradient, *carried), rank.weights[l])
-            rank.grad_weights[l] = await rank.all_reduce(made)
+            grad_weight, rank.grad_activations[l], *carried = rank.backward(l, x, (gradient, *carried), rank.weights[l])
+            rank.grad_weights[l] = await rank.all_reduce(grad_weight)
     if loss is not ONE:
         for l in rank.layers:
             rank.grad_weights[l] = rank.scale(rank.grad_weights.pop(l), 1 / loss)
@@ -146,26 +146,28 @@ async def striped_context(rank: Rank) -> None:
         if rank.sizes.signatures[l].carries:
             xs[l + 1], *residual = rank.forward(l, (xs[l], *residual), rank.weights[l])
         elif rank.sizes.signatures[l].projects:
-            rank.queries[l], own = rank.forward(l, (xs[l],), rank.weights[l])
-            rank.keys_values[l] = await rank.all_gather(own, axis="cp")
+            rank.queries[l], block = rank.forward(l, (xs[l],), rank.weights[l])
+            rank.keys_values[l] = await rank.all_gather(block, axis="cp")
             xs[l + 1] = rank.attend(l, rank.queries[l], rank.keys_values[l])
         else:
             xs[l + 1] = rank.forward(l, xs[l], rank.weights[l])
-    gradient, above = rank.loss(xs.pop(len(rank.layers))), list[Value]()
+    gradient, grad_residual = rank.loss(xs.pop(len(rank.layers))), list[Value]()
     for l in reversed(rank.layers):
         if rank.sizes.signatures[l].carries:
-            made, gradient, *above = rank.backward(l, xs.pop(l), (gradient, *above), rank.weights[l])
+            grad_weight, gradient, *grad_residual = rank.backward(
+                l, xs.pop(l), (gradient, *grad_residual), rank.weights[l]
+            )
         elif rank.sizes.signatures[l].projects:
             mixed = xs.pop("mixed")
             of_queries, of_all = rank.attend_backward(l, rank.queries[l], rank.keys_values[l], mixed, gradient)
             rank.grad_queries[l] = of_queries
             mine = await rank.reduce_scatter(of_all, axis="cp")
-            made, gradient = rank.backward(l, xs.pop(l), (rank.grad_queries.pop(l), mine), rank.weights[l])
+            grad_weight, gradient = rank.backward(l, xs.pop(l), (rank.grad_queries.pop(l), mine), rank.weights[l])
         else:
             if l and rank.sizes.signatures[l - 1].projects:
                 xs["mixed"] = xs[l]
-            made, gradient = rank.backward(l, xs.pop(l), gradient, rank.weights[l])
-        rank.grad_weights[l] = made
+            grad_weight, gradient = rank.backward(l, xs.pop(l), gradient, rank.weights[l])
+        rank.grad_weights[l] = grad_weight
     for l in rank.layers:
         total = await rank.all_reduce(rank.grad_weights.pop(l), axis="cp")
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
@@ -181,8 +183,8 @@ async def fine_tuned(rank: Rank) -> None:
     for l in rank.layers:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
     gradient = rank.loss(rank.activations.pop(last + 1))
-    made, _ = rank.backward(last, rank.activations[last], gradient, rank.weights[last])
-    total = await rank.all_reduce(made)
+    grad_weight, _ = rank.backward(last, rank.activations[last], gradient, rank.weights[last])
+    total = await rank.all_reduce(grad_weight)
     rank.weights[last], rank.opt_states[last] = rank.update(last, total, rank.weights[last], rank.opt_states[last])
 
 
@@ -201,9 +203,9 @@ async def fine_tuned_in_shards(rank: Rank) -> None:
     rank.grad_activations[n] = rank.loss(rank.activations.pop(n))
     for l in reversed(rank.layers):
         x, gradient, weight = rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights.pop(("full", l))
-        made, rank.grad_activations[l] = rank.backward(l, x, gradient, weight)
+        grad_weight, rank.grad_activations[l] = rank.backward(l, x, gradient, weight)
         if l in trained:
-            rank.grad_weights[l] = await rank.reduce_scatter(made)
+            rank.grad_weights[l] = await rank.reduce_scatter(grad_weight)
     for l in trained:
         part = rank.norm(l, rank.grad_weights[l])
         rank.scalars[0] = rank.scalars[0] + part if l else part

@@ -28,8 +28,8 @@ async def weighed(
             rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
         grad = scaled(rank, rank.loss(rank.activations.pop(len(rank.layers))), loss[m])
         for l in reversed(rank.layers):
-            made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
-            rank.grad_weights[l] = rank.grad_weights[l] + made if l in rank.grad_weights else made
+            grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+            rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if l in rank.grad_weights else grad_weight
     for l in rank.layers:
         mine = rank.grad_weights["mine"] = scaled(rank, rank.grad_weights.pop(l), gradient)
         reduced = await rank.all_reduce(mine, reduction="mean" if mean else "sum")
@@ -39,27 +39,27 @@ async def weighed(
         part = rank.norm(l, rank.grad_weights[l])
         rank.scalars[0] = rank.scalars[0] + part if 0 in rank.scalars else part
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars[0])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars[0])
+        rank.weights[l], rank.opt_states[l] = update
 
 
 def scaled(rank: Rank, value: Value, factor: Factor) -> Value:
     return value if factor is ONE else rank.scale(value, factor)
 
 
-def each(rank: Rank, factor: Factor) -> dict[int, Factor]:
+def for_all(rank: Rank, factor: Factor) -> dict[int, Factor]:
     return dict.fromkeys(rank.microbatches, factor)
 
 
 async def mean_over_ranks(rank: Rank) -> None:
     """Each rank divides by its own microbatches; the mean over the ranks divides by the ranks."""
-    own = ONE * Fraction(len(rank.microbatches), len(rank.share()))
-    await weighed(rank, each(rank, own), mean=True)
+    factor = ONE * Fraction(len(rank.microbatches), len(rank.share()))
+    await weighed(rank, for_all(rank, factor), mean=True)
 
 
 async def sum_of_tokens(rank: Rank) -> None:
     """The sum over tokens is divided by their number at the very end."""
-    await weighed(rank, each(rank, rank.tokens()), total=1 / rank.tokens())
+    await weighed(rank, for_all(rank, rank.tokens()), total=1 / rank.tokens())
 
 
 async def means_weighted_by_tokens(rank: Rank) -> None:
@@ -71,15 +71,15 @@ async def means_weighted_by_tokens(rank: Rank) -> None:
 
 
 async def never_divided(rank: Rank) -> None:
-    await weighed(rank, each(rank, rank.tokens()))
+    await weighed(rank, for_all(rank, rank.tokens()))
 
 
 async def divided_twice(rank: Rank) -> None:
-    await weighed(rank, each(rank, ONE / rank.world), mean=True)
+    await weighed(rank, for_all(rank, ONE / rank.world), mean=True)
 
 
 async def a_mean_of_shares(rank: Rank) -> None:
-    await weighed(rank, each(rank, ONE), mean=True)
+    await weighed(rank, for_all(rank, ONE), mean=True)
 
 
 async def means_of_means(rank: Rank) -> None:
@@ -94,22 +94,22 @@ async def divided_at_each_step(rank: Rank) -> None:
     for m in rank.microbatches:
         rank.activations[0] = rank.load_batch([m])
         grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
-        made, _ = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])
-        so_far = rank.grad_weights[0] + made if m else made
+        grad_weight, _ = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])
+        so_far = rank.grad_weights[0] + grad_weight if m else grad_weight
         rank.grad_weights[0] = rank.scale(so_far, Fraction(1, 2))
 
 
-async def in_shares(rank: Rank, microbatches: Sequence[int], share: Fraction, how: str = "all_reduce") -> None:
+async def in_shares(rank: Rank, microbatches: Sequence[int], share: Fraction, collective: str = "all_reduce") -> None:
     """A rank computes some microbatches, which others compute as well, and gives a share of its gradients to a sum."""
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     gradient = computed(rank, microbatches)
     for l in reversed(rank.layers):
-        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-        mine = rank.grad_weights["mine"] = rank.scale(made, share)
-        if how == "all_reduce":
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        mine = rank.grad_weights["mine"] = rank.scale(grad_weight, share)
+        if collective == "all_reduce":
             rank.grad_weights[l] = await rank.all_reduce(mine)
-        elif how == "reduce_scatter":
+        elif collective == "reduce_scatter":
             rank.grad_weights["slice"] = await rank.reduce_scatter(mine)
             rank.grad_weights[l] = await rank.all_gather(rank.grad_weights.pop("slice"))
         else:

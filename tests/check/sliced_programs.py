@@ -25,15 +25,15 @@ async def gathered_matrices(rank: Rank) -> None:
             rank.activations[l + 1], *residual = rank.forward(l, (rank.activations[l], *residual), full)
         else:
             rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
-    gradient, above = rank.loss(rank.activations.pop(len(rank.layers))), list[Value]()
+    gradient, grad_residual = rank.loss(rank.activations.pop(len(rank.layers))), list[Value]()
     for l in reversed(rank.layers):
         x, full = rank.activations.pop(l), rank.weights.pop(("full", l))
         if rank.sizes.signatures[l].carries:
-            made, gradient, *above = rank.backward(l, x, (gradient, *above), full)
-            rank.grad_weights[l] = await rank.all_reduce(made)
+            grad_weight, gradient, *grad_residual = rank.backward(l, x, (gradient, *grad_residual), full)
+            rank.grad_weights[l] = await rank.all_reduce(grad_weight)
         else:
-            made, gradient = rank.backward(l, x, gradient, full)
-            rank.grad_weights[l] = await rank.reduce_scatter(made, axis="tp")
+            grad_weight, gradient = rank.backward(l, x, gradient, full)
+            rank.grad_weights[l] = await rank.reduce_scatter(grad_weight, axis="tp")
     _update(rank)
 
 
@@ -49,19 +49,19 @@ async def microbatches_together(rank: Rank) -> None:
             value, *residual = rank.forward(l, (value, *residual), rank.weights[l])
         else:
             rank.activations[l] = await rank.all_gather(value, axis="tp")
-            made = rank.activations["made"] = rank.forward(l, rank.activations[l], rank.weights[l])
-            value = made if l == rank.layers[-1] else await rank.reduce_scatter(made, axis="tp")
+            terms = rank.activations["made"] = rank.forward(l, rank.activations[l], rank.weights[l])
+            value = terms if l == rank.layers[-1] else await rank.reduce_scatter(terms, axis="tp")
     stats = await rank.all_gather(rank.loss_stats(value), axis="tp")
-    gradient, above = rank.loss(rank.activations.pop("made"), stats), list[Value]()
+    gradient, grad_residual = rank.loss(rank.activations.pop("made"), stats), list[Value]()
     for l in reversed(rank.layers):
         x = rank.activations.pop(l)
         if rank.sizes.signatures[l].carries:
-            made, gradient, *above = rank.backward(l, x, (gradient, *above), rank.weights[l])
-            rank.grad_weights[l] = await rank.all_reduce(made)
+            grad_weight, gradient, *grad_residual = rank.backward(l, x, (gradient, *grad_residual), rank.weights[l])
+            rank.grad_weights[l] = await rank.all_reduce(grad_weight)
         else:
             whole = gradient if l == rank.layers[-1] else await rank.all_gather(gradient, axis="tp")
-            rank.grad_weights[l], below = rank.backward(l, x, whole, rank.weights[l])
-            gradient = await rank.reduce_scatter(below, axis="tp") if l else below
+            rank.grad_weights[l], grad_input = rank.backward(l, x, whole, rank.weights[l])
+            gradient = await rank.reduce_scatter(grad_input, axis="tp") if l else grad_input
     _update(rank)
 
 

@@ -25,8 +25,8 @@ async def updates_in_chunks(rank: Rank) -> None:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     grad, chunks = forward(rank, rank.share()), range(3)
     for l in reversed(rank.layers):
-        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
-        rank.grad_weights[l] = await rank.all_reduce(made)
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        rank.grad_weights[l] = await rank.all_reduce(grad_weight)
         for i in chunks:
             weight, state = rank.slice(rank.weights[l], i, 3), rank.slice(rank.opt_states[l], i, 3)
             gradient = rank.slice(rank.grad_weights[l], i, 3)
@@ -44,14 +44,14 @@ async def updates_as_chunks_come(rank: Rank) -> None:
             rank.weights[l, i], rank.opt_states[l, i] = rank.load_weights(l, i, 4)
         rank.weights[l] = rank.concatenate(rank.weights[l, i] for i in chunks)
     grad = forward(rank, rank.share())
-    coming: dict[tuple[int, int], Handle[Value]] = {}
+    totals: dict[tuple[int, int], Handle[Value]] = {}
     for l in reversed(rank.layers):
         rank.grad_weights[l], grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
-        coming |= {(l, i): rank.all_reduce(rank.slice(rank.grad_weights[l], i, 4)) for i in chunks}
+        totals |= {(l, i): rank.all_reduce(rank.slice(rank.grad_weights[l], i, 4)) for i in chunks}
         del rank.weights[l]
-    for (l, i), total in coming.items():
-        made = rank.update(l, await total, rank.weights[l, i], rank.opt_states[l, i])
-        rank.weights[l, i], rank.opt_states[l, i] = made
+    for (l, i), total in totals.items():
+        update = rank.update(l, await total, rank.weights[l, i], rank.opt_states[l, i])
+        rank.weights[l, i], rank.opt_states[l, i] = update
 
 
 async def slices_of_a_gathered_weight(rank: Rank) -> None:
@@ -62,8 +62,8 @@ async def slices_of_a_gathered_weight(rank: Rank) -> None:
         rank.weights[l] = await rank.all_gather(rank.weights[l, "mine"])
     grad = forward(rank, rank.share())
     for l in reversed(rank.layers):
-        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
-        total = await rank.reduce_scatter(made)
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        total = await rank.reduce_scatter(grad_weight)
         part = rank.weights["part"] = rank.slice(rank.weights.pop(l), rank.index, rank.world)
         rank.weights[l, "mine"], rank.opt_states[l] = rank.update(l, total, part, rank.opt_states[l])
         del rank.weights["part"]
@@ -81,8 +81,8 @@ async def all_pairs_at_once(rank: Rank) -> None:
         with rank.batch_p2p():
             for other in others:
                 rank.send(rank.slice(rank.grad_weights[l], other, n), to=other)
-            coming = [rank.recv(source=other) for other in others]
-        for handle in coming:
+            receives = [rank.recv(source=other) for other in others]
+        for handle in receives:
             total = await handle + total
         new, rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
         pieces = rank.weights
@@ -108,8 +108,8 @@ async def a_rank_without_a_microbatch(rank: Rank) -> None:
     for m in mine:
         grad = forward(rank, range(m, m + 1))
         for l in reversed(rank.layers):
-            made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
-            rank.grad_weights[l] += made
+            grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+            rank.grad_weights[l] += grad_weight
     for l in rank.layers:
         total = await rank.all_reduce(rank.grad_weights.pop(l))
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
@@ -134,8 +134,8 @@ async def microbatches_apart_and_together(rank: Rank) -> None:
     for m in reversed(range(count)):
         grads[m] = rank.slice(grads["logits"], m, count)
         for l in reversed(others):
-            made, grads[m] = rank.backward(l, rank.activations.pop((l, m)), grads[m], rank.weights[l])
-            rank.grad_weights[l] = rank.grad_weights[l] + made if l in rank.grad_weights else made
+            grad_weight, grads[m] = rank.backward(l, rank.activations.pop((l, m)), grads[m], rank.weights[l])
+            rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if l in rank.grad_weights else grad_weight
     grad = rank.concatenate(grads.pop(m) for m in range(count))
     rank.grad_weights[first], _ = rank.backward(first, rank.activations.pop(0), grad, rank.weights[first])
     for l in rank.layers:

@@ -34,12 +34,12 @@ RECEIVES_REMEDY = " Let one of them send first, or let each send and receive at 
 """How every deadlock's message ends."""
 
 
-def passed(program: Program) -> list[ChannelModel]:
+def passed_models(program: Program) -> list[ChannelModel]:
     return [model for model, deadlock in check(program).models.items() if deadlock is None]
 
 
 @pytest.mark.parametrize(
-    ("how", "models", "backends"),
+    ("order", "models", "backends"),
     [
         ("send first", [BUFFERED, IN_ORDER], []),
         ("send un-awaited", [BUFFERED, IN_ORDER, RENDEZVOUS], ["gloo"]),
@@ -47,10 +47,10 @@ def passed(program: Program) -> list[ChannelModel]:
         ("one sends first", list(ChannelModel), ["gloo", "nccl"]),
     ],
 )
-def test_two_ranks_that_tell_each_other_something(how: str, models: list[ChannelModel], backends: list[str]) -> None:
-    program = trace(exchanged(how), 2, 1, 2)
+def test_two_ranks_that_tell_each_other_something(order: str, models: list[ChannelModel], backends: list[str]) -> None:
+    program = trace(exchanged(order), 2, 1, 2)
     assert judge(program).right
-    assert passed(program) == models
+    assert passed_models(program) == models
     assert check(program).backends() == backends
 
 
@@ -139,26 +139,26 @@ def one_f_one_b(*, crossing: bool) -> Strategy:
         first, last = l == 0, l == rank.world - 1
         warmup = min(rank.world - l - 1, count)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-        taken: dict[str, Handle[Value]] = {}
+        receives: dict[str, Handle[Value]] = {}
 
         async def forward(m: int) -> None:
             if first:
                 rank.activations[l, m] = rank.load_batch([m])
-            elif "activation" in taken:
-                rank.activations[l, m] = await taken.pop("activation")
+            elif "activation" in receives:
+                rank.activations[l, m] = await receives.pop("activation")
             else:
                 rank.activations[l, m] = await rank.recv(source=l - 1, expect=("activations", l, m))
-            made = rank.activations[l + 1, m] = rank.forward(l, rank.activations[l, m], rank.weights[l])
+            output = rank.activations[l + 1, m] = rank.forward(l, rank.activations[l, m], rank.weights[l])
             if last:
                 return
             if crossing and m >= warmup:
                 expect = ("grad_activations", l + 1, m - warmup)
-                taken["gradient"] = rank.exchange(made, to=l + 1, source=l + 1, expect=expect)
+                receives["gradient"] = rank.exchange(output, to=l + 1, source=l + 1, expect=expect)
             else:
-                rank.send(made, to=l + 1)
+                rank.send(output, to=l + 1)
             del rank.activations[l + 1, m]  # waits for the send if it is still under way
-            if "gradient" in taken:
-                rank.grad_activations[l + 1, m - warmup] = await taken.pop("gradient")
+            if "gradient" in receives:
+                rank.grad_activations[l + 1, m - warmup] = await receives.pop("gradient")
 
         async def backward(m: int) -> None:
             if last:
@@ -167,14 +167,14 @@ def one_f_one_b(*, crossing: bool) -> Strategy:
                 expect = ("grad_activations", l + 1, m)
                 rank.grad_activations[l + 1, m] = await rank.recv(source=l + 1, expect=expect)
             gradient = rank.grad_activations.pop((l + 1, m))
-            made, down = rank.backward(l, rank.activations.pop((l, m)), gradient, rank.weights[l])
-            rank.grad_weights[l] = rank.grad_weights[l] + made if m else made
+            grad_weight, down = rank.backward(l, rank.activations.pop((l, m)), gradient, rank.weights[l])
+            rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if m else grad_weight
             if first:
                 return
             rank.grad_activations[l, m] = down
             ahead = m + warmup + 1
             if crossing and ahead < count:
-                taken["activation"] = rank.exchange(down, to=l - 1, source=l - 1, expect=("activations", l, ahead))
+                receives["activation"] = rank.exchange(down, to=l - 1, source=l - 1, expect=("activations", l, ahead))
             else:
                 rank.send(down, to=l - 1)
 
@@ -185,8 +185,8 @@ def one_f_one_b(*, crossing: bool) -> Strategy:
             await backward(m)
         for m in range(count - warmup, count):
             await backward(m)
-        made = rank.grad_weights.pop(l)
-        rank.weights[l], rank.opt_states[l] = rank.update(l, made, rank.weights[l], rank.opt_states[l])
+        total = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
     return program
 
@@ -196,22 +196,22 @@ def one_f_one_b(*, crossing: bool) -> Strategy:
 def test_1f1b_with_exchanges_passes_every_model(ranks: int, microbatches: int) -> None:
     program = trace(one_f_one_b(crossing=True), Mesh(pp=ranks), ranks, microbatches)
     assert judge(program).right
-    assert passed(program) == list(ChannelModel)
+    assert passed_models(program) == list(ChannelModel)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_textbook_1f1b_hangs_in_queues_alone_and_the_cycle_names_the_queued_ops(ranks: int) -> None:
     program = trace(one_f_one_b(crossing=False), Mesh(pp=ranks), ranks, 4)
     assert judge(program).right
-    assert passed(program) == [BUFFERED, IN_ORDER, RENDEZVOUS]
+    assert passed_models(program) == [BUFFERED, IN_ORDER, RENDEZVOUS]
     deadlock = check(program).models[QUEUED_PER_PAIR]
     assert deadlock is not None
-    named = re.match(
+    match = re.match(
         r"deadlock: rank (\d) waits in send to rank (\d) \(its op \d+\), which is queued behind rank \2's send to "
         r"rank \1 \(its op \d+\), which waits for rank \1's recv from rank \2 of grad_activations\[\d\] of microbatch",
         deadlock,
     )
-    assert named, deadlock
+    assert match, deadlock
 
 
 # Messages and names.
@@ -219,7 +219,7 @@ def test_textbook_1f1b_hangs_in_queues_alone_and_the_cycle_names_the_queued_ops(
 
 def test_swapped_sends_are_refused_by_name() -> None:
     """The numbers would be wrong; nothing would hang."""
-    assert passed(gradients_swapped(swapped=False)) == [BUFFERED, IN_ORDER]
+    assert passed_models(gradients_swapped(swapped=False)) == [BUFFERED, IN_ORDER]
     mutant = gradients_swapped(swapped=True)
     assert not judge(mutant).right
     with pytest.raises(Refused) as refused:
@@ -259,12 +259,12 @@ RANKS_AND_TIMES = [(1, 1), (1, 4), (2, 3), (3, 2), (4, 4), (6, 1), (8, 2)]
 )
 def test_built_in_strategies_pass_every_model(name: str, size: tuple[int, int]) -> None:
     ranks, times = size
-    assert passed(built_in(name, ranks, layers_for(name, ranks), times * ranks)) == list(ChannelModel)
+    assert passed_models(built_in(name, ranks, layers_for(name, ranks), times * ranks)) == list(ChannelModel)
 
 
 def test_the_backends_follow_from_the_models() -> None:
-    for how in ("send first", "send un-awaited", "exchange"):
-        checked = check(trace(exchanged(how), 2, 1, 2))
+    for order in ("send first", "send un-awaited", "exchange"):
+        checked = check(trace(exchanged(order), 2, 1, 2))
         assert checked.backends() == [name for name, model in BACKENDS.items() if checked.models[model] is None]
     assert BACKENDS == {"gloo": RENDEZVOUS, "nccl": QUEUED}
 
@@ -281,9 +281,9 @@ async def one_message_too_many(rank: Rank) -> None:
             rank.activations[l] = await rank.recv(source=l - 1, expect=("activations", l, m))
         else:
             rank.activations[0] = rank.load_batch([m])
-        made = rank.forward(l, rank.activations[l], rank.weights[l])
+        output = rank.forward(l, rank.activations[l], rank.weights[l])
         if l < last:
-            await rank.send(made, to=l + 1)
+            await rank.send(output, to=l + 1)
     if l == last:
         await rank.recv(source=l - 1, expect=("activations", l, 0))
 
@@ -300,9 +300,9 @@ def test_a_message_too_many_in_a_pipeline_of_64_ranks_and_256_microbatches_is_re
 def test_a_message_too_many_on_the_tapes_of_64_ranks_is_reported_by_the_check() -> None:
     program = built_in("gpipe", 64, 64, 32)
     recv = next(op for op in program.tapes[63] if op.kind is OpKind.RECV)
-    more = [recv._replace(handle=10**6, outputs=(10**6,)), Op(OpKind.WAIT, -1, handle=10**6)]
+    extra_ops = [recv._replace(handle=10**6, outputs=(10**6,)), Op(OpKind.WAIT, -1, handle=10**6)]
     with pytest.raises(Deadlock) as deadlock:
-        check(with_tape(program, 63, [*program.tapes[63], *more]))
+        check(with_tape(program, 63, [*program.tapes[63], *extra_ops]))
     assert str(deadlock.value) == (
         "deadlock: rank 63 waits in recv from rank 62 of activations[63] of microbatch 0; rank 62 has ended without it."
         f"{REMEDY}"
@@ -343,20 +343,20 @@ def circle(*, met_before: bool, in_one_order: bool) -> Strategy:
 
     async def program(rank: Rank) -> None:
         mine = await one_layer_gradient(rank, [rank.index])
-        after, before = (rank.index + 1) % 3, (rank.index - 1) % 3
-        expect = ("grad_weights", 0, before)
+        next_rank, previous_rank = (rank.index + 1) % 3, (rank.index - 1) % 3
+        expect = ("grad_weights", 0, previous_rank)
         if met_before and rank.index:
-            await rank.recv(source=before, expect=expect)
+            await rank.recv(source=previous_rank, expect=expect)
         if met_before:
-            await rank.send(mine, to=after)
+            await rank.send(mine, to=next_rank)
         if met_before and rank.index == 0:
-            await rank.recv(source=before, expect=expect)
+            await rank.recv(source=previous_rank, expect=expect)
         if in_one_order and rank.index:
-            await rank.recv(source=before, expect=expect)
-            await rank.send(mine, to=after)
+            await rank.recv(source=previous_rank, expect=expect)
+            await rank.send(mine, to=next_rank)
         else:
-            pending = rank.send(mine, to=after)
-            await rank.recv(source=before, expect=expect)
+            pending = rank.send(mine, to=next_rank)
+            await rank.recv(source=previous_rank, expect=expect)
             await pending
         await update(rank, mine)
 
@@ -402,8 +402,8 @@ async def pairs_met_in_another_order(rank: Rank) -> None:
     mine = await one_layer_gradient(rank, [rank.index])
     if rank.index == 0:
         pending = [rank.send(mine, to=1), rank.send(mine, to=2)]
-        for each in pending:
-            await each
+        for handle in pending:
+            await handle
     elif rank.index == 1:
         await rank.recv(source=2, expect=("grad_weights", 0, 2))
         await rank.recv(source=0, expect=("grad_weights", 0, 0))

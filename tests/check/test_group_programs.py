@@ -73,11 +73,11 @@ def test_on_processes_its_numbers_are_those_of_one_device(ranks: World, name: st
 def test_unequal_parts_are_not_dealt_to_ranks() -> None:
     program = trace(right.unequal_parts_scattered, Mesh(tp=2), 1, 4)
     assert judge(program).right
-    found = check(program).not_runnable
+    refusal = check(program).not_runnable
     require_refusal(
-        found, "not runnable", rank=0, remedy="put the value together from equal pieces, since it is dealt in these"
+        refusal, "not runnable", rank=0, remedy="put the value together from equal pieces, since it is dealt in these"
     )
-    assert "the members receive 1/4, 3/4 of the whole" in str(found)
+    assert "the members receive 1/4, 3/4 of the whole" in str(refusal)
 
 
 @pytest.mark.parametrize(
@@ -93,5 +93,7 @@ def test_an_exchange_of_unequal_pieces_runs_nowhere(end: str, cells: int, remedy
     exchange = next(op for op in tapes[0] if op.kind is OpKind.ALL_TO_ALL)
     (number,), specs = getattr(exchange, end), checked.specs[0]
     specs[number] = specs[number]._replace(cells=cells)
-    why = why_not_runnable(checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes])
-    require_refusal(why, "not runnable", rank=0, remedy=remedy)
+    reason = why_not_runnable(
+        checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes]
+    )
+    require_refusal(reason, "not runnable", rank=0, remedy=remedy)

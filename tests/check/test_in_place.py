@@ -42,8 +42,8 @@ def test_two_states_do_not_step_the_same_elements_though_the_new_weight_is_saved
         rank.opt_states["half first"] = rank.load_opt_state(0, rank.index, rank.world)
         rank.activations[0] = rank.load_batch(rank.share())
         gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
-        made = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
-        total = rank.grad_weights[0] = await rank.all_reduce(made)
+        grad_weight = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
+        total = rank.grad_weights[0] = await rank.all_reduce(grad_weight)
         copy = rank.weights["copy"] = await rank.all_reduce(rank.weights[0], reduction="mean")
         other = "half first" if order == "whole first" else "whole first"
         first, rank.opt_states[order] = rank.update(0, total, rank.weights.pop(0), rank.opt_states[order])
@@ -105,11 +105,12 @@ def test_a_copy_of_a_weight_may_be_updated_in_its_place(read: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "why"), [("after", refusal_by("written over", layer=0)), ("meanwhile", refusal_by("in flight", layer=0))]
+    ("read", "expected"),
+    [("after", refusal_by("written over", layer=0)), ("meanwhile", refusal_by("in flight", layer=0))],
 )
-def test_an_overwritten_weight_is_not_read(read: str, why: ExpectedRefusal) -> None:
+def test_an_overwritten_weight_is_not_read(read: str, expected: ExpectedRefusal) -> None:
     """The specs are right, and so would the numbers be if the old slice still were somewhere."""
-    with refuses(why) as refusal_:
+    with refuses(expected) as refusal_:
         check(trace(updates_a_copy(read), 2, 1, 2))
     assert "weights[0] (shard 0 of 2)" in str(refusal_.value)
 
@@ -123,8 +124,8 @@ def halves(order: tuple[int, int]) -> Strategy:
             rank.opt_states[half] = rank.load_opt_state(0, half, 2)
         rank.activations[0] = rank.load_batch(rank.share())
         gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
-        made = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
-        total = rank.grad_weights[0] = await rank.all_reduce(made)
+        grad_weight = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
+        total = rank.grad_weights[0] = await rank.all_reduce(grad_weight)
         copy = rank.weights["copy"] = await rank.all_reduce(rank.weights[0], reduction="mean")
         new: dict[int, Value] = {}
         for half, old in zip(order, (rank.weights[0], copy), strict=True):
@@ -146,13 +147,13 @@ def loads_both(first: str) -> Strategy:
     """A half and the whole of one weight, and a state of the half; the whole is read after the half was stepped."""
 
     async def strategy(rank: Rank) -> None:
-        for which in ("half", "whole") if first == "half" else ("whole", "half"):
-            rank.weights[which] = rank.load_weight(0, *((rank.index, 2) if which == "half" else (0, 1)))
+        for part in ("half", "whole") if first == "half" else ("whole", "half"):
+            rank.weights[part] = rank.load_weight(0, *((rank.index, 2) if part == "half" else (0, 1)))
         rank.opt_states[0] = rank.load_opt_state(0, rank.index, 2)
         rank.activations[0] = rank.load_batch(rank.share())
         gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights["whole"]))
-        made = rank.backward(0, rank.activations[0], gradient, rank.weights["whole"])[0]
-        total = await rank.reduce_scatter(made)
+        grad_weight = rank.backward(0, rank.activations[0], gradient, rank.weights["whole"])[0]
+        total = await rank.reduce_scatter(grad_weight)
         rank.weights["half"], rank.opt_states[0] = rank.update(0, total, rank.weights["half"], rank.opt_states[0])
         rank.forward(0, rank.activations.pop(0), rank.weights["whole"])
         rank.weights["whole"] = await rank.all_gather(rank.weights["half"])
@@ -198,10 +199,11 @@ def test_a_slice_of_a_copy_may_outlive_the_update_of_the_copy(read: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("read", "why"), [("after", refusal_by("written over", layer=0)), ("meanwhile", refusal_by("in flight", layer=0))]
+    ("read", "expected"),
+    [("after", refusal_by("written over", layer=0)), ("meanwhile", refusal_by("in flight", layer=0))],
 )
-def test_an_overwritten_copy_is_not_read(read: str, why: ExpectedRefusal) -> None:
-    with refuses(why) as refusal:
+def test_an_overwritten_copy_is_not_read(read: str, expected: ExpectedRefusal) -> None:
+    with refuses(expected) as refusal:
         check(trace(steps_a_copy(read), 2, 1, 2))
     assert "weights[0] (shard 1 of 2)" in str(refusal.value)
 
@@ -234,8 +236,8 @@ async def steps_one_memory_twice(rank: Rank) -> None:
     rank.weights["whole"], rank.opt_states["whole"] = rank.load_weights(0)
     rank.activations[0] = rank.load_batch(rank.share())
     gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights["whole"]))
-    made = rank.backward(0, rank.activations.pop(0), gradient, rank.weights["whole"])[0]
-    total = rank.grad_weights[0] = await rank.all_reduce(made)
+    grad_weight = rank.backward(0, rank.activations.pop(0), gradient, rank.weights["whole"])[0]
+    total = rank.grad_weights[0] = await rank.all_reduce(grad_weight)
     half = rank.slice(rank.weights["whole"], 0, 2)
     rank.weights["new"], rank.opt_states["half"] = rank.update(0, total, half, rank.opt_states["half"])
     rank.weights["whole"], rank.opt_states["whole"] = rank.update(
@@ -263,9 +265,9 @@ def test_offloaded_and_reloaded_values_are_accepted_and_right(program_of: Strate
 
 def test_offloaded_values_take_no_memory_of_the_device() -> None:
     """The optimizer's state is never there, and weights are only while they are computed with."""
-    away, here = (memory_in_bytes(check(trace(each, 2, 4, 4)))[0] for each in (sums_away, state_away))
-    assert dict(zip(Category, away.by_category, strict=True))[Category.OPTIMIZER] == 0
-    assert away.peak < here.peak
+    sums, state = (memory_in_bytes(check(trace(program, 2, 4, 4)))[0] for program in (sums_away, state_away))
+    assert dict(zip(Category, sums.by_category, strict=True))[Category.OPTIMIZER] == 0
+    assert sums.peak < state.peak
 
 
 def test_offloaded_values_are_counted_in_their_place() -> None:
@@ -285,28 +287,28 @@ def test_copies_go_on_beside_compute_and_their_links_carry_one_at_a_time() -> No
 async def copies_at_once(rank: Rank) -> None:
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, place="host")
-    coming = [rank.reload(rank.weights[l]) for l in rank.layers]
+    reloads = [rank.reload(rank.weights[l]) for l in rank.layers]
     rank.activations[0] = rank.load_batch(rank.microbatches)
-    weights = [await handle for handle in coming]
+    weights = [await handle for handle in reloads]
     for l in rank.layers:
         rank.weights[l, "here"] = weights[l]
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l, "here"])
     grad = rank.loss(rank.activations.pop(len(rank.layers)))
     for l in reversed(rank.layers):
-        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights.pop((l, "here")))
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights.pop((l, "here")))
         rank.weights[l], rank.opt_states[l] = rank.update(
-            l, await rank.offload(made), rank.weights[l], rank.opt_states[l]
+            l, await rank.offload(grad_weight), rank.weights[l], rank.opt_states[l]
         )
 
 
-async def loaded(rank: Rank, place: str = "host") -> None:
+async def load_layer(rank: Rank, place: str = "host") -> None:
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0, place=place)
     rank.activations[0] = rank.load_batch(rank.microbatches)
 
 
 async def finished(rank: Rank) -> None:
     """A finished gradient, where the weight lies."""
-    await loaded(rank)
+    await load_layer(rank)
     weight = await rank.reload(rank.weights[0])
     grad = rank.loss(rank.forward(0, rank.activations[0], weight, save=False))
     rank.weights[0, "here"] = weight = await rank.reload(rank.weights[0])
@@ -328,7 +330,7 @@ USES: dict[str, Callable[[Rank], object]] = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_weight_elsewhere_is_neither_computed_with_nor_sent(use: str, place: str) -> None:
     async def strategy(rank: Rank) -> None:
-        await loaded(rank, place)
+        await load_layer(rank, place)
         USES[use](rank)
 
     with pytest.raises(Refused) as caught:
@@ -363,17 +365,17 @@ async def gradient_on_the_disk(rank: Rank) -> None:
 
 
 async def reloaded_twice(rank: Rank) -> None:
-    await loaded(rank)
+    await load_layer(rank)
     rank.reload(await rank.reload(rank.weights[0]))
 
 
 async def to_the_attic(rank: Rank) -> None:
-    await loaded(rank)
+    await load_layer(rank)
     rank.offload(rank.activations[0], "attic")
 
 
 async def loaded_from_the_attic(rank: Rank) -> None:
-    await loaded(rank, "attic")
+    await load_layer(rank, "attic")
 
 
 async def squares_away(rank: Rank) -> None:
@@ -385,8 +387,8 @@ async def ends_elsewhere(rank: Rank) -> None:
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
     rank.activations[0] = rank.load_batch(rank.microbatches)
     grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0], save=False))
-    made, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
-    new, rank.opt_states[0] = rank.update(0, made, rank.weights[0], rank.opt_states[0])
+    grad_weight, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
+    new, rank.opt_states[0] = rank.update(0, grad_weight, rank.weights[0], rank.opt_states[0])
     rank.weights[0] = await rank.offload(new)
 
 
@@ -395,13 +397,13 @@ async def state_in_two_places(rank: Rank) -> None:
     rank.activations[0] = rank.load_batch(rank.microbatches)
     rank.opt_states["copy"] = await rank.offload(rank.opt_states[0])
     grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0], save=False))
-    made, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
-    rank.weights[0], rank.opt_states[0] = rank.update(0, made, rank.weights[0], rank.opt_states[0])
+    grad_weight, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
+    rank.weights[0], rank.opt_states[0] = rank.update(0, grad_weight, rank.weights[0], rank.opt_states[0])
     del rank.opt_states["copy"]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "expected"),
     [
         (scaled_away, refusal_by("elsewhere", layer=0)),
         (summed_apart, refusal_by("elsewhere", layer=0)),
@@ -414,8 +416,8 @@ async def state_in_two_places(rank: Rank) -> None:
         (squares_away, refusal_by("wrong kind")),
     ],
 )
-def test_ops_off_the_device_that_no_backend_has_are_refused(strategy: Strategy, said: ExpectedRefusal) -> None:
-    require_refusal(refusal(strategy, ranks=1, layers=1), said)
+def test_ops_off_the_device_that_no_backend_has_are_refused(strategy: Strategy, expected: ExpectedRefusal) -> None:
+    require_refusal(refusal(strategy, ranks=1, layers=1), expected)
 
 
 def test_a_step_leaves_a_weight_where_it_was_loaded() -> None:
@@ -431,7 +433,7 @@ def test_an_optimizers_state_is_in_one_place_at_a_time() -> None:
 
 
 def test_every_program_here_is_of_its_own_kind() -> None:
-    places = {each: {op.place for op in trace(each, 2, 2, 2).tapes[0]} for each in RIGHT}
+    places = {program: {op.place for op in trace(program, 2, 2, 2).tapes[0]} for program in RIGHT}
     assert places[offloaded] == {"", "host"}
     assert places[weights_away] == {"", "host", "disk"}
 
@@ -439,23 +441,23 @@ def test_every_program_here_is_of_its_own_kind() -> None:
 # The members of a group issue its collectives in one order; on NCCL, all groups that share ranks do.
 
 
-def two_groups(shard_first: set[int], again: str = "dp_shard") -> Strategy:
+def two_groups(shard_first: set[int], axis: str = "dp_shard") -> Strategy:
     """One layer on all ranks; those in `shard_first` issue a gather along an axis first, others the reduction."""
 
     async def program(rank: Rank) -> None:
-        rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.coordinate(again), 2)
-        full = await rank.all_gather(rank.weights[0], axis=again)
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.coordinate(axis), 2)
+        full = await rank.all_gather(rank.weights[0], axis=axis)
         rank.activations[0] = rank.load_batch([rank.index])
         rank.activations[1] = rank.forward(0, rank.activations[0], full)
         gradient = rank.loss(rank.activations[1])
-        full = await rank.all_gather(rank.weights[0], axis=again)
+        full = await rank.all_gather(rank.weights[0], axis=axis)
         rank.grad_weights[0], _ = rank.backward(0, rank.activations[0], gradient, full)
         if rank.index in shard_first:
-            extra = rank.all_gather(rank.weights[0], axis=again)
+            extra = rank.all_gather(rank.weights[0], axis=axis)
             total = rank.all_reduce(rank.grad_weights[0])
         else:
             total = rank.all_reduce(rank.grad_weights[0])
-            extra = rank.all_gather(rank.weights[0], axis=again)
+            extra = rank.all_gather(rank.weights[0], axis=axis)
         await extra
         update = rank.update(0, await total, rank.weights[0], rank.opt_states[0])
         rank.weights[0], rank.opt_states[0] = update
@@ -482,10 +484,10 @@ def test_groups_that_share_two_ranks_are_refused_on_nccl_alone_in_different_orde
     assert checked.backends() == ["gloo"]
     deadlock = str(checked.why_not("nccl"))
     call = r"rank (\d)'s all_(?:reduce|gather)\(layer 0\) on (world|dp_shard) \(its op \d+\)"
-    named = re.search(rf"which is queued behind {call}, which is queued behind {call}", deadlock)
-    assert named, deadlock
-    assert len({int(named[1]), int(named[3])} & shard_first) == 1
-    assert {named[2], named[4]} == {"world", "dp_shard"}
+    match = re.search(rf"which is queued behind {call}, which is queued behind {call}", deadlock)
+    assert match, deadlock
+    assert len({int(match[1]), int(match[3])} & shard_first) == 1
+    assert {match[2], match[4]} == {"world", "dp_shard"}
 
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
@@ -531,10 +533,10 @@ def test_collectives_of_another_kind_are_refused_naming_both_ranks(rank: int, ki
     tape[at] = tape[at]._replace(kind=kind)
     sentence = str(refused_of_order(program, rank, tape))
     call = r"(all_reduce|all_gather|reduce_scatter)\(grad_weights\[1\] \(microbatch [01]\)\)"
-    named = re.match(rf"rank (\d), op {at} {call} on world: rank (\d) meets it with {call} \(its op {at}\)", sentence)
-    assert named, sentence
-    assert {named[1], named[3]} == {"0", "1"}
-    assert {named[2], named[4]} == {kind.value, "reduce_scatter"}
+    match = re.match(rf"rank (\d), op {at} {call} on world: rank (\d) meets it with {call} \(its op {at}\)", sentence)
+    assert match, sentence
+    assert {match[1], match[3]} == {"0", "1"}
+    assert {match[2], match[4]} == {kind.value, "reduce_scatter"}
 
 
 def test_collectives_of_another_layer_are_refused_while_tracing_too() -> None:

@@ -141,10 +141,10 @@ async def wrong_layers_sum(rank: Rank) -> None:
 async def wrong_microbatch(rank: Rank) -> None:
     load(rank)
     ahead(rank, [0])
-    kept = rank.activations[1]
-    rank.activations["kept"] = kept
+    first = rank.activations[1]
+    rank.activations["kept"] = first
     ahead(rank, [1])
-    rank.backward(1, kept, rank.grad_activations[2], rank.weights[1])
+    rank.backward(1, first, rank.grad_activations[2], rank.weights[1])
 
 
 async def early_free(rank: Rank) -> None:
@@ -348,18 +348,18 @@ def test_slices_that_nobody_loads_are_named() -> None:
         gradient = rank.loss(rank.activations[1])
         rank.grad_weights[0], _ = rank.backward(0, rank.activations[0], gradient, rank.weights[0])
         weight, state = rank.load_weights(0, 0, 2)
-        made = rank.update(0, rank.grad_weights[0], weight, state)
+        update = rank.update(0, rank.grad_weights[0], weight, state)
         del rank.weights[0], rank.opt_states[0]
-        rank.weights[0], rank.opt_states[0] = made
+        rank.weights[0], rank.opt_states[0] = update
 
     with refuses("not kept", layer=0):
         check(trace(half, 1, 1, MICROBATCHES))
 
-    async def nothing(rank: Rank) -> None:
+    async def idle(rank: Rank) -> None:
         rank.load_batch([0, 1])
 
     with refuses("not loaded", layer=0, missing=(0,)):
-        check(trace(nothing, 1, 1, MICROBATCHES))
+        check(trace(idle, 1, 1, MICROBATCHES))
 
 
 @pytest.mark.parametrize(("program", "ranks"), [(right, 1), (right_on_two, 2)])
@@ -371,10 +371,10 @@ def test_the_same_programs_without_a_mistake_pass(program: Strategy, ranks: int)
 
 
 def program_of(strategy: Callable[[Rank], Awaitable[Any]] = expert_parallel) -> Program:
-    async def named(rank: Rank) -> None:
+    async def program(rank: Rank) -> None:
         await strategy(rank)
 
-    return trace(named, Mesh(ep=2), 2, 4)
+    return trace(program, Mesh(ep=2), 2, 4)
 
 
 async def without_reduction(rank: Rank) -> None:
@@ -391,8 +391,8 @@ async def reducing_experts_too(rank: Rank) -> None:
     """Experts' gradients are reduced over all ranks, as if they were replicas."""
     backward = rank.backward
 
-    def then_reduce(layer: int, *given: Any) -> tuple[Value, ...]:
-        grad_weight, *gradients = backward(layer, *given)
+    def then_reduce(layer: int, *arguments: Any) -> tuple[Value, ...]:
+        grad_weight, *gradients = backward(layer, *arguments)
         if "expert" in rank.sizes.signatures[layer].cut:
             rank.grad_weights[layer, "sum"] = grad_weight
             rank.all_reduce(grad_weight)
@@ -403,16 +403,16 @@ async def reducing_experts_too(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "expected"),
     [
         (without_reduction, refusal_by("missing microbatches", layer=0, missing=(2, 3))),
         (reducing_experts_too, refusal_by("other slices", layer=3)),
     ],
 )
 def test_a_program_that_reduces_the_wrong_gradients_is_refused(
-    strategy: Callable[[Rank], Awaitable[Any]], said: ExpectedRefusal
+    strategy: Callable[[Rank], Awaitable[Any]], expected: ExpectedRefusal
 ) -> None:
-    with refuses(said):
+    with refuses(expected):
         program_of(strategy)
 
 
@@ -442,7 +442,7 @@ def all_on_one(program: Program, rank: int, op: Op) -> Op:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (summed, refusal_by("no term", layer=1)),
         (swapped, refusal_by("other pieces", layer=1)),
@@ -450,10 +450,10 @@ def all_on_one(program: Program, rank: int, op: Op) -> Op:
     ],
 )
 def test_a_tape_that_exchanges_the_wrong_buffers_is_refused(
-    change: Callable[[Program, int, Op], Op], said: ExpectedRefusal
+    change: Callable[[Program, int, Op], Op], expected: ExpectedRefusal
 ) -> None:
     check(program_of())
-    with refuses(said):
+    with refuses(expected):
         check(changed(change))
 
 
@@ -476,40 +476,40 @@ def test_a_value_has_the_bytes_of_what_it_was_cast_to() -> None:
     assert half == whole / 2
 
 
-def loaded(rank: Rank) -> None:
+def load_layer(rank: Rank) -> None:
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
     rank.activations[0] = rank.load_batch([0])
 
 
-def passed(rank: Rank) -> None:
-    loaded(rank)
+def run_forward(rank: Rank) -> None:
+    load_layer(rank)
     rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
 
 
 def computed_in_half(rank: Rank) -> None:
-    loaded(rank)
+    load_layer(rank)
     rank.forward(0, rank.activations[0], rank.cast(rank.weights[0], "bfloat16"))
 
 
 def loss_in_half(rank: Rank) -> None:
-    passed(rank)
+    run_forward(rank)
     rank.loss(rank.cast(rank.activations[1], "float16"))
 
 
 def unequal_sum(rank: Rank) -> None:
-    passed(rank)
+    run_forward(rank)
     grad = rank.loss(rank.activations[1])
-    made, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
-    rank.add(rank.cast(made, "float64"), rank.zero_gradient(0))
+    grad_weight, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
+    rank.add(rank.cast(grad_weight, "float64"), rank.zero_gradient(0))
 
 
 def tokens(rank: Rank) -> None:
-    loaded(rank)
+    load_layer(rank)
     rank.cast(rank.activations[0], "bfloat16")
 
 
 def state(rank: Rank) -> None:
-    loaded(rank)
+    load_layer(rank)
     rank.cast(rank.opt_states[0], "bfloat16")
 
 
@@ -523,12 +523,12 @@ def updated(rank: Rank) -> None:
 
 
 def unknown(rank: Rank) -> None:
-    loaded(rank)
+    load_layer(rank)
     rank.cast(rank.weights[0], "bf16")
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "expected"),
     [
         (computed_in_half, refusal_by("other dtypes", layer=0)),
         (loss_in_half, refusal_by("other dtypes", layer=1)),
@@ -539,5 +539,5 @@ def unknown(rank: Rank) -> None:
         (unknown, refusal_by("other dtypes", layer=0)),
     ],
 )
-def test_casts_that_round_kept_values_or_mix_dtypes_are_refused(lines: Lines, said: ExpectedRefusal) -> None:
-    refused(lines, said, layers=1)
+def test_casts_that_round_kept_values_or_mix_dtypes_are_refused(lines: Lines, expected: ExpectedRefusal) -> None:
+    refused(lines, expected, layers=1)

@@ -134,12 +134,12 @@ def mutants(kind: str, name: str) -> list[Program]:
     """A sample of a program's mutants, the same every time."""
     sample = SAMPLE_OF_PLANS if any(layer.cut for layer in subjects()[name].sizes.signatures) else SAMPLE
     random = Random(f"{kind} {name}")
-    kept: list[Program] = []
+    chosen_mutants: list[Program] = []
     for count, mutant in enumerate(MUTATIONS[kind](subjects()[name])):  # each is kept with the same chance
         place = count if count < sample else int(random.random() * (count + 1))
         if place < sample:
-            kept[place : place + 1] = [mutant]
-    return kept
+            chosen_mutants[place : place + 1] = [mutant]
+    return chosen_mutants
 
 
 @pytest.mark.hypothesis  # so that `make verify-all` runs it, with more programs
@@ -152,12 +152,12 @@ def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) 
         if count >= PROGRAMS and refused and (wrong or kind in UNHARMFUL):
             return
         for number, mutant in enumerate(mutants(kind, name)):
-            said = refusal(mutant)
-            if said is None:
+            sentence = refusal(mutant)
+            if sentence is None:
                 verdict = judge(mutant)
                 assert verdict.right, f"{kind} {number} of {name} passes, but: {verdict.reason}"
             else:
-                assert re.match(PLACE, str(said)), str(said)
+                assert re.match(PLACE, str(sentence)), str(sentence)
                 refused = True
                 wrong = wrong or not judge(mutant).right
     assert refused
@@ -172,7 +172,7 @@ def test_tapes_of_another_world_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "said"),
+    ("kind", "name", "expected"),
     [
         ("dropped op", "single", refusal_by("never updated", layer=1)),
         ("dropped op", "ddp", refusal_by("nothing to wait for")),
@@ -277,11 +277,11 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("double reduce", "split_fsdp", refusal_by("counted twice", doubled=(0, 1, 2, 3))),
     ],
 )
-def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, said: ExpectedRefusal) -> None:
+def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, expected: ExpectedRefusal) -> None:
     others: set[str] = set()
     for mutant in MUTATIONS[kind](subjects()[name]):
         refused = refusal(mutant)
-        if refused and matches(refused, said):
+        if refused and matches(refused, expected):
             return
         others.add(str(refused))
     pytest.fail(f"no mutant is refused so, only with: {sorted(others)}")
@@ -293,12 +293,12 @@ def test_swapped_sends_are_refused_by_name() -> None:
     tape = program.tapes[0]
     sends = [op for op in tape if op.kind is OpKind.SEND]
     frees = [Op(OpKind.FREE, -1, op.inputs) for op in sends]
-    made = max(at for at, op in enumerate(tape) if set(op.outputs) & {n for send in sends for n in send.inputs})
+    position = max(at for at, op in enumerate(tape) if set(op.outputs) & {n for send in sends for n in send.inputs})
     waits = [op for op in tape if op.kind is OpKind.WAIT and op.handle in {send.handle for send in sends}]
     rest = [op for op in tape if op not in (*sends, *frees, *waits)]
-    made = rest.index(tape[made]) + 1
+    position = rest.index(tape[position]) + 1
     for order in (sends, sends[::-1]):
-        ops = [*rest[:made], *order, *waits, *frees, *rest[made:]]
+        ops = [*rest[:position], *order, *waits, *frees, *rest[position:]]
         mutant = Program(program.mesh, program.microbatches, program.sizes, [ops, program.tapes[1]])
         if order is sends:
             assert refusal(mutant) is None
@@ -313,8 +313,8 @@ def test_swapped_sends_are_refused_by_name() -> None:
 def test_leaving_out_any_op_is_noticed(name: str) -> None:
     """No entry of a tape is idle: even a lost FREE or WAIT is refused. Of long tapes, the suite tries 200 ops."""
     program = built_in(name)
-    found = list(places(program))
-    for rank, at, op in Random(name).sample(found, min(len(found), examples(1000))):
+    ops = list(places(program))
+    for rank, at, op in Random(name).sample(ops, min(len(ops), examples(1000))):
         assert refusal(changed(program, rank, at)), f"rank {rank}, op {at} {op} can be dropped"
 
 
@@ -343,8 +343,8 @@ LAYERS = [(name, layer) for name, network in NETWORKS.items() for layer in range
 
 def some(rows: int, width: int, seed: int, columns: tuple[Column, ...] = ()) -> Piece:
     """Numbers, the same every time."""
-    many = batch_rows(tuple(1000 * seed + i for i in range(rows * -(-width // WIDTH))))
-    return Piece(tuple(range(rows)), many.reshape(rows, -1)[:, :width], columns)
+    numbers = batch_rows(tuple(1000 * seed + i for i in range(rows * -(-width // WIDTH))))
+    return Piece(tuple(range(rows)), numbers.reshape(rows, -1)[:, :width], columns)
 
 
 def weight_of(layer: int) -> Piece:
@@ -353,28 +353,31 @@ def weight_of(layer: int) -> Piece:
 
 def inputs_of(network: Network, layer: int) -> list[Piece]:
     """Return the inputs of a layer, of two microbatches."""
-    kind, before = network.kinds[layer], network.kinds[layer - 1] if layer else ""
+    kind, previous = network.kinds[layer], network.kinds[layer - 1] if layer else ""
     rows = 2 * network.sequence
-    x = some(rows, 2 * WIDTH if before == "project" else WIDTH, 1, EXPERTS if "experts" in (kind, before) else ())
-    carried = int(kind == "norm" and kind in network.kinds[:layer]) + (network.gates and before == "experts")
+    x = some(rows, 2 * WIDTH if previous == "project" else WIDTH, 1, EXPERTS if "experts" in (kind, previous) else ())
+    carried = int(kind == "norm" and kind in network.kinds[:layer]) + (network.gates and previous == "experts")
     return [x, weight_of(layer), *(some(rows, WIDTH, 2 + number) for number in range(carried))]
 
 
 def assert_derivative(
-    forward: Callable[[list[Piece]], list[Piece]], given: list[Piece], above: list[Piece], gradients: list[Piece]
+    forward: Callable[[list[Piece]], list[Piece]],
+    inputs: list[Piece],
+    grad_outputs: list[Piece],
+    gradients: list[Piece],
 ) -> None:
     """Outputs are polynomials of degree 8 or less in any one number: eight points give the derivative exactly."""
 
     def value(place: int, index: int, step: int) -> int:
         """The sum of all outputs, each times its gradient, with one number of one input changed."""
-        moved = list(given)
-        data = moved[place].data.copy()
+        changed_inputs = list(inputs)
+        data = changed_inputs[place].data.copy()
         data.reshape(-1)[index] = (data.reshape(-1)[index] + step) % PRIME
-        moved[place] = Piece(moved[place].positions, data, moved[place].columns)
-        made = forward(moved)
-        return sum(int((y.data * dy.data % PRIME).sum()) for y, dy in zip(made, above, strict=True)) % PRIME
+        changed_inputs[place] = Piece(changed_inputs[place].positions, data, changed_inputs[place].columns)
+        outputs = forward(changed_inputs)
+        return sum(int((y.data * dy.data % PRIME).sum()) for y, dy in zip(outputs, grad_outputs, strict=True)) % PRIME
 
-    assert len(gradients) == len(given)
+    assert len(gradients) == len(inputs)
     for place, gradient in enumerate(gradients):
         for index in (0, 7, gradient.data.size // 2 + 1, gradient.data.size - 1):
             apart = (value(place, index, step) - value(place, index, -step) for step in (1, 2, 3, 4))
@@ -386,28 +389,30 @@ def assert_derivative(
 @pytest.mark.parametrize(("name", "layer"), LAYERS)
 def test_a_backward_pass_is_the_derivative_of_the_forward(name: str, layer: int) -> None:
     network = NETWORKS[name]
-    toy, given = network.layer(layer), inputs_of(network, layer)
-    outputs, kept = toy.forward(given)
-    above = [some(len(y.positions), y.data.shape[1], 7 + i, y.columns) for i, y in enumerate(outputs)]
-    above[0].scale = 0  # so nothing adds a gradient of its own
-    below, half = toy.backward_input([given[0], above[0], given[1], *above[1:]], kept)
-    gradients = [below[0], toy.backward_weight(given[0], above[0], half), *below[1:]]
-    read = given
+    toy, inputs = network.layer(layer), inputs_of(network, layer)
+    outputs, ctx = toy.forward(inputs)
+    grad_outputs = [some(len(y.positions), y.data.shape[1], 7 + i, y.columns) for i, y in enumerate(outputs)]
+    grad_outputs[0].scale = 0  # so nothing adds a gradient of its own
+    grad_inputs, half = toy.backward_input([inputs[0], grad_outputs[0], inputs[1], *grad_outputs[1:]], ctx)
+    gradients = [grad_inputs[0], toy.backward_weight(inputs[0], grad_outputs[0], half), *grad_inputs[1:]]
+    read = inputs
     if layer and network.kinds[layer - 1] == "project":  # the gradient is that of what it reads: mix * weights
-        met = given[0].data[:, :WIDTH] * given[0].data[:, WIDTH:] % PRIME
+        met = inputs[0].data[:, :WIDTH] * inputs[0].data[:, WIDTH:] % PRIME
         ones = np.ones_like(met)
-        read = [Piece(given[0].positions, np.concatenate([met, ones], axis=1)), *given[1:]]
-        gradients[0] = Piece(read[0].positions, np.concatenate([below[0].data, below[0].data * met % PRIME], axis=1))
-    assert_derivative(lambda changed: toy.forward(changed)[0], read, above, gradients)
+        read = [Piece(inputs[0].positions, np.concatenate([met, ones], axis=1)), *inputs[1:]]
+        gradients[0] = Piece(
+            read[0].positions, np.concatenate([grad_inputs[0].data, grad_inputs[0].data * met % PRIME], axis=1)
+        )
+    assert_derivative(lambda changed: toy.forward(changed)[0], read, grad_outputs, gradients)
 
 
 @pytest.mark.parametrize(("name", "layer"), [("gated", 0), ("routed", 4)])
 def test_the_auxiliary_gradient_of_routing_has_the_gradient_scale(name: str, layer: int) -> None:
-    toy, given = NETWORKS[name].layer(layer), inputs_of(NETWORKS[name], layer)
-    outputs, kept = toy.forward(given)
+    toy, inputs = NETWORKS[name].layer(layer), inputs_of(NETWORKS[name], layer)
+    outputs, ctx = toy.forward(inputs)
     zero, *others = [replace(y, data=np.zeros_like(y.data)) for y in outputs]
     once, twice = (
-        toy.backward_input([given[0], replace(zero, scale=scale), given[1], *others], kept)[0][0].data
+        toy.backward_input([inputs[0], replace(zero, scale=scale), inputs[1], *others], ctx)[0][0].data
         for scale in (1, 2)
     )
     assert once.any()
@@ -419,12 +424,12 @@ def test_attentions_backward_pass_is_the_derivative_of_what_the_next_layer_reads
     queries, block = some(2 * TOKENS, WIDTH, 1), some(2 * TOKENS, 2 * WIDTH, 2, KEYS_VALUES)
 
     def read(pieces: list[Piece]) -> list[Piece]:
-        both = network.attend(layer, *pieces)
-        return [Piece(both.positions, both.data[:, :WIDTH] * both.data[:, WIDTH:] % PRIME)]
+        attended = network.attend(layer, *pieces)
+        return [Piece(attended.positions, attended.data[:, :WIDTH] * attended.data[:, WIDTH:] % PRIME)]
 
-    above = some(2 * TOKENS, WIDTH, 3)
-    made = network.attend_backward(layer, queries, block, network.attend(layer, queries, block), above)
-    assert_derivative(read, [queries, block], [above], list(made))
+    grad_output = some(2 * TOKENS, WIDTH, 3)
+    gradients = network.attend_backward(layer, queries, block, network.attend(layer, queries, block), grad_output)
+    assert_derivative(read, [queries, block], [grad_output], list(gradients))
 
 
 def total(pieces: Iterable[Piece]) -> Array:
@@ -477,8 +482,8 @@ def test_slices_of_half_blocks_add_up_to_the_whole() -> None:
     x, dy, weight = some(TOKENS, WIDTH, 1), some(TOKENS, WIDTH, 2), weight_of(2)
 
     def through(layer: int, part: Piece) -> tuple[Piece, Piece]:
-        (y,), kept = network.layer(layer).forward([x, part])
-        (dx,), _ = network.layer(layer).backward_input([x, y if layer == 6 else dy, part], kept)
+        (y,), ctx = network.layer(layer).forward([x, part])
+        (dx,), _ = network.layer(layer).backward_input([x, y if layer == 6 else dy, part], ctx)
         return y, dx
 
     for layer in (0, 2):
@@ -497,27 +502,27 @@ def test_slices_of_columns_lie_side_by_side_and_rows_take_them_as_they_are() -> 
     """Whoever has which slice, what is gathered is in order; of a complete gradient a column takes its own."""
     network, weight, other = NETWORKS["columns"], weight_of(1), weight_of(2)
     column, row, x, dy = network.layer(1), network.layer(2), some(TOKENS, WIDTH, 1), some(TOKENS, WIDTH, 2)
-    (y,), kept = column.forward([x, weight])
-    (made,), _ = row.forward([y, other])
-    (dx,), _ = column.backward_input([x, dy, weight], kept)
-    (between,), _ = row.backward_input([y, dy, other], kept)
+    (y,), ctx = column.forward([x, weight])
+    (output,), _ = row.forward([y, other])
+    (dx,), _ = column.backward_input([x, dy, weight], ctx)
+    (grad_between,), _ = row.backward_input([y, dy, other], ctx)
     slices: list[Piece] = []
     terms: list[Piece] = []
-    below: list[Piece] = []
-    for part, after in zip(slices_of(weight, 3), slices_of(other, 3), strict=True):
-        (slice_,), kept = column.forward([x, part])
+    input_terms: list[Piece] = []
+    for part, row_part in zip(slices_of(weight, 3), slices_of(other, 3), strict=True):
+        (slice_,), ctx = column.forward([x, part])
         slices.append(slice_)
-        below.append(column.backward_input([x, dy, part], kept)[0][0])
-        (term,), kept = row.forward([slice_, after])
+        input_terms.append(column.backward_input([x, dy, part], ctx)[0][0])
+        (term,), ctx = row.forward([slice_, row_part])
         terms.append(term)
-        (gradient,), _ = row.backward_input([slice_, dy, after], kept)
+        (gradient,), _ = row.backward_input([slice_, dy, row_part], ctx)
         columns = np.array([number for _, number in gradient.columns], np.int64)
-        assert (gradient.data == between.data[:, columns]).all()
+        assert (gradient.data == grad_between.data[:, columns]).all()
     gathered = combined(OpKind.ALL_GATHER, slices[::-1], TOKENS)[0]
     assert gathered.columns == y.columns
     assert (gathered.data == y.data).all()
-    assert (total(terms) == made.data).all()
-    assert (total(below) == dx.data).all()
+    assert (total(terms) == output.data).all()
+    assert (total(input_terms) == dx.data).all()
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (2, 3), (4, 2)])
@@ -527,24 +532,24 @@ def test_experts_on_many_ranks_make_what_they_make_on_one(ep: int, tp: int) -> N
     experts = network.layer(1)
     x, dy, weight = some(rows, WIDTH, 1, EXPERTS), some(rows, WIDTH, 2, EXPERTS), weight_of(1)
     mine = [list(range(2 * rank, 2 * rank + 2)) for rank in range(ep)]
-    (y,), kept = experts.forward([x, weight])
-    (dx,), half = experts.backward_input([x, dy, weight], kept)
-    own = experts.backward_weight(x, dy, half)
+    (y,), ctx = experts.forward([x, weight])
+    (dx,), half = experts.backward_input([x, dy, weight], ctx)
+    grad_weight = experts.backward_weight(x, dy, half)
     to = combined(OpKind.ALL_TO_ALL, [cut(x, part) for part in mine], 1)
     of = combined(OpKind.ALL_TO_ALL, [cut(dy, part) for part in mine], 1)
-    made: list[list[Piece]] = [[] for _ in range(ep)]
-    below: list[list[Piece]] = [[] for _ in range(ep)]
+    output_terms: list[list[Piece]] = [[] for _ in range(ep)]
+    input_terms: list[list[Piece]] = [[] for _ in range(ep)]
     grads: list[Piece] = []
     for rank, part in enumerate(slices_of(weight, ep * tp)):
         inbox, gradient = to[rank // tp], of[rank // tp]
-        (results,), kept = experts.forward([inbox, part])
-        (lower,), half = experts.backward_input([inbox, gradient, part], kept)
-        made[rank // tp] += owned([results], inbox)
-        below[rank // tp] += owned([lower], inbox)
+        (results,), ctx = experts.forward([inbox, part])
+        (lower,), half = experts.backward_input([inbox, gradient, part], ctx)
+        output_terms[rank // tp] += owned([results], inbox)
+        input_terms[rank // tp] += owned([lower], inbox)
         grads.append(experts.backward_weight(inbox, gradient, half))
-    assert (np.concatenate([part.data for part in grads]) == own.data).all()
-    for whole, terms in ((y, made), (dx, below)):
-        parts = [combined(OpKind.ALL_REDUCE, each, 1)[0] for each in terms]
+    assert (np.concatenate([part.data for part in grads]) == grad_weight.data).all()
+    for whole, terms in ((y, output_terms), (dx, input_terms)):
+        parts = [combined(OpKind.ALL_REDUCE, pieces, 1)[0] for pieces in terms]
         for part, back in zip(mine, combined(OpKind.ALL_TO_ALL, parts, 1), strict=True):
             assert (back.positions, back.columns) == (tuple(part), EXPERTS)
             assert (back.data == whole.data[part]).all()
@@ -566,16 +571,16 @@ def test_heads_exchanged_for_sequence_slices_attend_as_on_one_device(cp: int, tp
             return combined(OpKind.ALL_TO_ALL, pieces, tokens)
 
         def heads(piece: Piece, slice_: int = slice_) -> Piece:
-            here = [n for n, (_, head) in enumerate(piece.columns) if head * tp // WIDTH == slice_]
-            return Piece(piece.positions, piece.data[:, here], tuple(piece.columns[n] for n in here))
+            columns = [n for n, (_, head) in enumerate(piece.columns) if head * tp // WIDTH == slice_]
+            return Piece(piece.positions, piece.data[:, columns], tuple(piece.columns[n] for n in columns))
 
-        given = [exchanged([cut(heads(piece), rows) for rows in mine]) for piece in (queries, block, gradient)]
-        made: list[list[Piece]] = [[], [], []]
-        for q, kv, dy in zip(*given, strict=True):
+        inputs = [exchanged([cut(heads(piece), rows) for rows in mine]) for piece in (queries, block, gradient)]
+        outputs: list[list[Piece]] = [[], [], []]
+        for q, kv, dy in zip(*inputs, strict=True):
             mixed = network.attend(layer, q, kv)
-            for found, piece in zip(made, [mixed, *network.attend_backward(layer, q, kv, mixed, dy)], strict=True):
-                found += owned([piece], q)
-        for whole, parts in zip(expected, made, strict=True):
+            for results, piece in zip(outputs, [mixed, *network.attend_backward(layer, q, kv, mixed, dy)], strict=True):
+                results += owned([piece], q)
+        for whole, parts in zip(expected, outputs, strict=True):
             for rows, back in zip(mine, exchanged(parts), strict=True):
                 assert (back.positions, back.columns) == (tuple(rows), heads(whole).columns)
                 assert (back.data == heads(whole).data[rows]).all()
@@ -587,9 +592,9 @@ def test_gradients_of_keys_and_values_are_dealt_to_whom_the_pieces_belonged() ->
     gathered, _ = combined(OpKind.ALL_GATHER, [cut(whole, [0, 3]), cut(whole, [1, 2])], 4)
     assert (gathered.positions, gathered.columns) == (whole.positions, KEYS_VALUES)
     for columns in (slice(0, 2 * WIDTH), slice(6, 12)):
-        (given,) = owned([Piece(whole.positions, whole.data[:, columns], KEYS_VALUES[columns])], gathered)
-        parts = combined(OpKind.REDUCE_SCATTER, [given, given], 4)
+        (piece,) = owned([Piece(whole.positions, whole.data[:, columns], KEYS_VALUES[columns])], gathered)
+        parts = combined(OpKind.REDUCE_SCATTER, [piece, piece], 4)
         assert [part.positions for part in parts] == [(0, 3), (1, 2)]
-        assert all((part.data == 2 * given.data[list(part.positions)] % PRIME).all() for part in parts)
+        assert all((part.data == 2 * piece.data[list(part.positions)] % PRIME).all() for part in parts)
     plain = Piece(whole.positions, whole.data)
     assert [part.positions for part in combined(OpKind.REDUCE_SCATTER, [plain, plain], 4)] == [(0, 1), (2, 3)]

@@ -91,7 +91,7 @@ def test_every_microbatch_passes_every_layer_once_in_each_direction(shape: Shape
     """Counted on the tapes: the specs that the check derived, not what tracing believed."""
     program = random_program(shape)
     checked = check(program)
-    done: dict[tuple[str, int], int] = {}
+    masks: dict[tuple[str, int], int] = {}
     halves = {
         OpKind.BACKWARD: ("input", "weight"),
         OpKind.BACKWARD_INPUT: ("input",),
@@ -101,10 +101,10 @@ def test_every_microbatch_passes_every_layer_once_in_each_direction(shape: Shape
         for op in tape:
             for half in halves.get(op.kind, ()):
                 mask = specs[op.inputs[0]].microbatches
-                assert not done.get((half, op.layer), 0) & mask
-                done[half, op.layer] = done.get((half, op.layer), 0) | mask
-    every = (1 << shape.microbatches) - 1
-    assert done == {(half, layer): every for half in ("input", "weight") for layer in range(shape.layers)}
+                assert not masks.get((half, op.layer), 0) & mask
+                masks[half, op.layer] = masks.get((half, op.layer), 0) | mask
+    all_microbatches = (1 << shape.microbatches) - 1
+    assert masks == {(half, layer): all_microbatches for half in ("input", "weight") for layer in range(shape.layers)}
 
 
 # The judge of the other tests is tested itself: its verdicts right, wrong, hanging and broken, and its imports.
@@ -144,18 +144,18 @@ def test_every_strategy_is_found_right(name: str, size: tuple[int, int, int]) ->
 
 def imports(module: str) -> set[str]:
     """Return the modules of shardlab that a module imports, directly or not."""
-    taken: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if isinstance(node, ast.Import):
-            taken |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             whole = node.module == "tests.support"
-            taken |= {f"{node.module}.{alias.name}" for alias in node.names} if whole else {str(node.module)}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if whole else {str(node.module)}
             if node.module and node.module.startswith("shardlab"):
-                taken |= {f"{node.module}.{alias.name}" for alias in node.names}
-    parts = {name for name in taken if name.startswith("tests.")}
-    found = {name for name in taken if name.startswith("shardlab")}
-    return found.union(*map(imports, parts))
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = {name for name in names if name.startswith("tests.")}
+    modules = {name for name in names if name.startswith("shardlab")}
+    return modules.union(*map(imports, parts))
 
 
 def test_the_judge_knows_neither_rules_nor_checks() -> None:
@@ -346,9 +346,9 @@ def test_a_message_that_nobody_receives_is_broken() -> None:
     program = built_in("pipeline")
     send = first(program, OpKind.SEND)
     op = program.tapes[0][send]
-    again = [op._replace(handle=77), next(o for o in program.tapes[0] if o.handle == op.handle and o is not op)]
-    again[1] = again[1]._replace(handle=77)
-    verdict = judge(changed(program, 0, send, op, *again))
+    resent = [op._replace(handle=77), next(o for o in program.tapes[0] if o.handle == op.handle and o is not op)]
+    resent[1] = resent[1]._replace(handle=77)
+    verdict = judge(changed(program, 0, send, op, *resent))
     assert verdict.outcome is Outcome.BROKEN
 
 
@@ -424,8 +424,8 @@ def test_a_stricter_model_never_passes_what_a_more_lenient_one_fails(shape: Shap
         models = check(program).models if program is not None else {}
         if HALF_EXCHANGED in (models.get(ChannelModel.QUEUED_PER_PAIR) or ""):
             del models[ChannelModel.QUEUED_PER_PAIR]
-        passed = [deadlock is None for deadlock in models.values()]
-        assert passed == sorted(passed, reverse=True)
+        verdicts = [deadlock is None for deadlock in models.values()]
+        assert verdicts == sorted(verdicts, reverse=True)
 
 
 HALF_EXCHANGED = "one is part of an exchange and the other is not"

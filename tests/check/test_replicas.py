@@ -154,11 +154,11 @@ async def at_once_or_one_by_one(rank: Rank) -> None:
     for microbatches in [rank.microbatches] if rank.index == 0 else [[m] for m in rank.microbatches]:
         gradient = computed(rank, microbatches)
         for l in reversed(rank.layers):
-            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-            rank.accumulate(made)
+            grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.accumulate(grad_weight)
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        rank.weights[l], rank.opt_states[l] = update
 
 
 def test_a_product_over_microbatches_rounds_otherwise_than_one_for_each() -> None:
@@ -170,8 +170,8 @@ async def last_layer_drifts(rank: Rank) -> None:
     """Every rank computes the whole batch; only the last layer's gradients are summed otherwise on the last rank."""
     drifting.sum_apart_on_last_rank(rank, rank.layers[1:])
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        rank.weights[l], rank.opt_states[l] = update
 
 
 def test_a_drift_that_follows_from_another_is_named_so_and_not_audited() -> None:
@@ -239,8 +239,8 @@ def test_a_norm_that_each_rank_adds_up_in_its_own_order_drifts() -> None:
             rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
         gradient = computed(rank, rank.share())
         for l in reversed(rank.layers):
-            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-            rank.grad_weights[l] = await rank.all_reduce(made)
+            grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights[l] = await rank.all_reduce(grad_weight)
         for l in rank.layers if rank.index else reversed(rank.layers):
             part = rank.norm(l, rank.grad_weights[l])
             rank.scalars[0] = rank.scalars[0] + part if 0 in rank.scalars else part
@@ -262,8 +262,8 @@ async def all_by_itself(rank: Rank) -> None:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     gradient = computed(rank, rank.microbatches)
     for l in reversed(rank.layers):
-        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-        rank.weights[l], rank.opt_states[l] = rank.update(l, made, rank.weights[l], rank.opt_states[l])
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        rank.weights[l], rank.opt_states[l] = rank.update(l, grad_weight, rank.weights[l], rank.opt_states[l])
 
 
 def test_gradients_that_each_rank_computes_for_itself_drift_where_kernels_add_in_no_fixed_order() -> None:
@@ -298,9 +298,9 @@ async def updated_in_slices(rank: Rank) -> None:
         rank.weights[l], rank.opt_states[l] = rank.load_weight(l), rank.load_opt_state(l, rank.index, rank.world)
     gradient = computed(rank, rank.share())
     for l in reversed(rank.layers):
-        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-        rank.grad_weights["mine"] = made
-        total = await added(turned)(rank, made)
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        rank.grad_weights["mine"] = grad_weight
+        total = await added(turned)(rank, grad_weight)
         new, rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
         rank.weights[l] = await rank.all_gather(new)
         rank.grad_weights.clear()
@@ -313,8 +313,8 @@ async def slices_summed_apart(rank: Rank) -> None:
     for m in rank.share():
         gradient = computed(rank, [m])
         for l in reversed(rank.layers):
-            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
-            rank.grad_weights[l, m - rank.share()[0]] = await rank.reduce_scatter(made)
+            grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights[l, m - rank.share()[0]] = await rank.reduce_scatter(grad_weight)
     for l in rank.layers:
         one, two, three = (rank.grad_weights[l, (i + rank.index) % 3] for i in range(3))
         rank.grad_weights["first"] = one + two
@@ -371,19 +371,19 @@ def another_collective(kind: OpKind, wrong: OpKind, layer: int) -> Change:
     return lambda op: op._replace(kind=wrong) if op.kind is kind and op.layer == layer else op
 
 
-def without(program: Program, kind: OpKind, layer: int) -> None:
+def replace_by_input(program: Program, kind: OpKind, layer: int) -> None:
     """Replace the result of a collective by its input."""
     for tape in program.tapes:
         at, op = next((at, op) for at, op in enumerate(tape) if op.kind is kind and op.layer == layer)
-        (given,), (made,) = op.inputs, op.outputs
-        kept = [
-            each
-            for i, each in enumerate(tape)
-            if i != at and not (each.kind is OpKind.WAIT and each.handle == op.handle)
+        (source,), (result,) = op.inputs, op.outputs
+        rest = [
+            other
+            for i, other in enumerate(tape)
+            if i != at and not (other.kind is OpKind.WAIT and other.handle == op.handle)
         ]
-        kept = [each for each in kept if each.kind is not OpKind.FREE or each.inputs != (given,)]
-        swap = {made: given}
-        tape[:] = [each._replace(inputs=tuple(swap.get(n, n) for n in each.inputs)) for each in kept]
+        rest = [other for other in rest if other.kind is not OpKind.FREE or other.inputs != (source,)]
+        swap = {result: source}
+        tape[:] = [other._replace(inputs=tuple(swap.get(n, n) for n in other.inputs)) for other in rest]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -411,7 +411,7 @@ def test_columns_are_gathered_and_terms_are_summed(kind: OpKind, wrong: OpKind, 
 @pytest.mark.parametrize(("kind", "layer"), [(OpKind.ALL_GATHER, 1), (OpKind.ALL_REDUCE, 2), (OpKind.ALL_REDUCE, 1)])
 def test_slices_that_are_not_combined_are_refused(kind: OpKind, layer: int) -> None:
     program = PROGRAMS["columns"]()
-    without(program, kind, layer)
+    replace_by_input(program, kind, layer)
     with pytest.raises(Refused):
         check(program)
 
@@ -460,8 +460,8 @@ async def split(rank: Rank) -> None:
         last = len(rank.layers)
         rank.grad_activations[last, m] = rank.loss(rank.activations.pop((last, m)))
         for l in reversed(rank.layers):
-            given = rank.activations[l, m], rank.grad_activations[l + 1, m]
-            rank.grad_activations[l, m] = rank.backward_input(l, *given, rank.weights[l])
+            inputs = rank.activations[l, m], rank.grad_activations[l + 1, m]
+            rank.grad_activations[l, m] = rank.backward_input(l, *inputs, rank.weights[l])
     for l in rank.layers:
         for m in rank.share():
             new = rank.backward_weight(l, rank.activations.pop((l, m)), rank.grad_activations.pop((l + 1, m)))
@@ -470,8 +470,8 @@ async def split(rank: Rank) -> None:
         part = rank.norm(l, rank.grad_weights[l])
         rank.scalars[0] = rank.scalars[0] + part if l else part
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars[0])
-        rank.weights[l], rank.opt_states[l] = made
+        update = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars[0])
+        rank.weights[l], rank.opt_states[l] = update
 
 
 PROGRAM = trace(split, 2, 2, 4)
@@ -506,16 +506,18 @@ def test_the_first_half_of_another_microbatch_is_refused() -> None:
 
 def test_saved_values_are_no_substitute_for_those_of_the_first_half() -> None:
     at, op = halves()[0]
-    saved = next(first.inputs[3] for _, first in halves(OpKind.BACKWARD_INPUT) if first.outputs[1] == op.inputs[2])
-    mutant = changed(PROGRAM, 0, at, op._replace(inputs=(*op.inputs[:2], saved)))
+    saved_value = next(
+        first.inputs[3] for _, first in halves(OpKind.BACKWARD_INPUT) if first.outputs[1] == op.inputs[2]
+    )
+    mutant = changed(PROGRAM, 0, at, op._replace(inputs=(*op.inputs[:2], saved_value)))
     require_refusal(refused(mutant), "no forward", op=at, layer=0)
 
 
 def test_a_second_weight_half_has_nothing_left_to_read() -> None:
     at, op = halves()[0]
     tape = living_on(living_on(PROGRAM.tapes[0], op.inputs[0]), op.inputs[1])
-    again = [op._replace(outputs=(10**6,)), Op(OpKind.FREE, -1, (10**6,))]
-    mutant = with_tape(PROGRAM, 0, [*tape[: at + 1], *again, *tape[at + 1 :]])
+    second = [op._replace(outputs=(10**6,)), Op(OpKind.FREE, -1, (10**6,))]
+    mutant = with_tape(PROGRAM, 0, [*tape[: at + 1], *second, *tape[at + 1 :]])
     require_refusal(refused(mutant), "no forward", op=at + 1, layer=0)
 
 
@@ -535,16 +537,16 @@ def test_a_microbatch_whose_weight_half_is_left_out_is_missing() -> None:
     require_refusal(refused(mutant), "missing microbatches", layer=0, missing=(1,))
 
 
-def plain(tape: list[Op], which: int | None = None) -> list[Op]:
+def plain(tape: list[Op], index: int | None = None) -> list[Op]:
     """The tape with updates (or one of them) that are not given the norm."""
     updates = [op for op in tape if op.kind is OpKind.UPDATE]
-    without = updates if which is None else [updates[which]]
-    return [op._replace(inputs=op.inputs[:3]) if op in without else op for op in tape]
+    stripped = updates if index is None else [updates[index]]
+    return [op._replace(inputs=op.inputs[:3]) if op in stripped else op for op in tape]
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_clips_all_its_updates_or_none(which: int) -> None:
-    require_refusal(refused(with_tape(PROGRAM, 1, plain(PROGRAM.tapes[1], which))), "norm for some", rank=1, layer=1)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_clips_all_its_updates_or_none(index: int) -> None:
+    require_refusal(refused(with_tape(PROGRAM, 1, plain(PROGRAM.tapes[1], index))), "norm for some", rank=1, layer=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -107,8 +107,8 @@ async def gradients(rank: Rank, place: int = 0, of: int = 1) -> None:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights["full", l])
     gradient = rank.loss(rank.activations[len(rank.layers)])
     for l in reversed(rank.layers):
-        made, gradient = rank.backward(l, rank.activations[l], gradient, rank.weights.pop(("full", l)))
-        rank.grad_weights[l] = await rank.all_reduce(made)
+        grad_weight, gradient = rank.backward(l, rank.activations[l], gradient, rank.weights.pop(("full", l)))
+        rank.grad_weights[l] = await rank.all_reduce(grad_weight)
 
 
 def updated(rank: Rank, l: int, *norm: Value) -> None:
@@ -162,7 +162,7 @@ async def trained_squares_not_in_the_norm(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "expected"),
     [
         (half_of_a_layer_frozen, refusal_by("never updated", layer=0)),
         (frozen_on_one_rank_alone, refusal_by("never updated", layer=0)),
@@ -178,9 +178,9 @@ async def trained_squares_not_in_the_norm(rank: Rank) -> None:
         (trained_squares_not_in_the_norm, refusal_by("partial norm", layer=0, missing=(1,))),
     ],
 )
-def test_mistakes_about_freezing_are_refused(strategy: Strategy, said: ExpectedRefusal) -> None:
+def test_mistakes_about_freezing_are_refused(strategy: Strategy, expected: ExpectedRefusal) -> None:
     program = trace(strategy, 2, 2, 4)
-    require_refusal(refusal(program), said)
+    require_refusal(refusal(program), expected)
     assert not judge(program).right
 
 

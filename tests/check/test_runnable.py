@@ -81,9 +81,9 @@ async def turns_as_a_whole_and_steps_in_halves(rank: Rank) -> None:
 def test_a_state_that_is_stepped_in_other_slices_than_its_direction_s_runs_nowhere() -> None:
     program = trace(turns_as_a_whole_and_steps_in_halves, 1, replace(Sizes.puzzle(1), whole_matrices=True), 1)
     assert judge(program).right
-    found = check(program).not_runnable
-    require_refusal(found, "not runnable", layer=0)
-    assert "no update steps opt_states[0] as it is" in str(found)
+    reason = check(program).not_runnable
+    require_refusal(reason, "not runnable", layer=0)
+    assert "no update steps opt_states[0] as it is" in str(reason)
 
 
 async def gathers_uneven_batches(rank: Rank) -> None:
@@ -153,8 +153,10 @@ def test_the_loss_is_of_one_slice_of_the_logits_or_of_all() -> None:
     loss = next(op for op in tapes[0] if op.kind is OpKind.LOSS_STATS)
     logits = checked.specs[0][loss.inputs[0]]
     checked.specs[0][loss.inputs[0]] = logits._replace(form=logits.form.but(slices=(("vocab", 0b11),)))
-    why = why_not_runnable(checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes])
-    require_refusal(why, "not runnable", remedy="compute the loss of one slice, or of all")
+    reason = why_not_runnable(
+        checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes]
+    )
+    require_refusal(reason, "not runnable", remedy="compute the loss of one slice, or of all")
 
 
 def cuts_into(*numbers: int) -> Strategy:
@@ -164,10 +166,10 @@ def cuts_into(*numbers: int) -> Strategy:
         rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
         rank.activations[0] = rank.load_batch(rank.microbatches)
         gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
-        made = rank.grad_weights[0] = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
+        grad_weight = rank.grad_weights[0] = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
         for number in numbers:
-            rank.slice(made, 0, number)
-        rank.weights[0], rank.opt_states[0] = rank.update(0, made, rank.weights[0], rank.opt_states[0])
+            rank.slice(grad_weight, 0, number)
+        rank.weights[0], rank.opt_states[0] = rank.update(0, grad_weight, rank.weights[0], rank.opt_states[0])
         del rank.grad_weights[0]
 
     return strategy
@@ -175,9 +177,9 @@ def cuts_into(*numbers: int) -> Strategy:
 
 @pytest.mark.parametrize("numbers", [(1021, 1019, 1013), (999_983, 999_979)])
 def test_slices_of_which_a_buffer_is_mostly_padding_run_nowhere(numbers: tuple[int, ...]) -> None:
-    found = check(trace(cuts_into(*numbers), 1, 1, 1)).not_runnable
-    require_refusal(found, "not runnable", layer=0)
-    assert "cut by numbers of which one divides the other" in str(found)
+    reason = check(trace(cuts_into(*numbers), 1, 1, 1)).not_runnable
+    require_refusal(reason, "not runnable", layer=0)
+    assert "cut by numbers of which one divides the other" in str(reason)
 
 
 @pytest.mark.parametrize("numbers", [(7, 11, 13), (1 << 20,), (3, 1 << 14), (1 << 10, 1 << 20)])
@@ -195,14 +197,14 @@ async def cuts_sequences_of_buffers(rank: Rank) -> None:
     for l, layer in enumerate(rank.signatures):
         if layer.name == "experts":
             xs[l] = rank.concatenate([rank.slice(xs[l], at, 2) for at in range(2)])
-        made = rank.forward(l, (xs[l], *[carried.pop(port.kind) for port in layer.inputs[1:]]), rank.weights[l])
-        for port, value in zip(layer.outputs[1:], made[1:], strict=True):
+        outputs = rank.forward(l, (xs[l], *[carried.pop(port.kind) for port in layer.inputs[1:]]), rank.weights[l])
+        for port, value in zip(layer.outputs[1:], outputs[1:], strict=True):
             carried[port.kind] = rank.store(port.kind)[l] = value
-        xs[l + 1] = await rank.all_reduce(made[0], axis="tp") if layer.sliced and l + 1 < last else made[0]
+        xs[l + 1] = await rank.all_reduce(outputs[0], axis="tp") if layer.sliced and l + 1 < last else outputs[0]
     gradient = rank.loss(xs[last], await rank.all_gather(rank.loss_stats(xs[last]), axis="tp"))
     for l, layer in reversed(list(enumerate(rank.signatures))):
-        given = gradient, *[carried.pop(GRADIENT_OF[port.kind]) for port in layer.outputs[1:]]
-        total, gradient, *others = rank.backward(l, xs[l], given, rank.weights[l])
+        gradients = gradient, *[carried.pop(GRADIENT_OF[port.kind]) for port in layer.outputs[1:]]
+        total, gradient, *others = rank.backward(l, xs[l], gradients, rank.weights[l])
         for port, value in zip(layer.inputs[1:], others, strict=True):
             kind = GRADIENT_OF[port.kind]
             carried[kind] = rank.store(kind)[l] = value
@@ -214,10 +216,10 @@ async def cuts_sequences_of_buffers(rank: Rank) -> None:
 def test_buffers_of_experts_have_no_part_for_a_part_of_a_sequence() -> None:
     mesh = Mesh(tp=2)
     sizes = cut_for(MoE(layers=1, hidden_size=8, heads=2, seq_len=8), mesh).sizes(1, 4)
-    found = check(trace(cuts_sequences_of_buffers, mesh, sizes, 2)).not_runnable
-    assert found is not None
-    assert "slice" in str(found)
-    assert "in experts' buffers, whose places have tokens of any part of a sequence" in str(found)
+    reason = check(trace(cuts_sequences_of_buffers, mesh, sizes, 2)).not_runnable
+    assert reason is not None
+    assert "slice" in str(reason)
+    assert "in experts' buffers, whose places have tokens of any part of a sequence" in str(reason)
 
 
 # The forward half of every program is a program of its own, proved like any other.
@@ -334,21 +336,21 @@ def test_the_random_programs_use_collectives_with_a_root() -> None:
 def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) -> None:
     wrong = False
     for name, program in subjects().items():
-        found = list(MUTATIONS[kind](program))
+        mutants = list(MUTATIONS[kind](program))
         size = SAMPLE.get(kind, 1)
-        for mutant in found if len(found) <= size else Random(f"{kind} {name}").sample(found, size):
-            said = refusal(mutant)
-            if said is None:
+        for mutant in mutants if len(mutants) <= size else Random(f"{kind} {name}").sample(mutants, size):
+            sentence = refusal(mutant)
+            if sentence is None:
                 verdict = judge(mutant)
                 assert verdict.right, f"{kind} of {name} passes, but: {verdict.reason}"
             else:
-                assert re.match(PLACE, str(said)), str(said)
+                assert re.match(PLACE, str(sentence)), str(sentence)
                 wrong = wrong or not judge(mutant).right
     assert wrong or kind not in SAMPLE or kind == "another value from the root", "what it expects changes no numbers"
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "said"),
+    ("kind", "name", "expected"),
     [
         ("another root", "by root", refusal_by("malformed tape", layer=0)),
         ("another root", "by root", refusal_by("wrong root")),
@@ -364,9 +366,11 @@ def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) 
         ("malformed op", "parameter server", refusal_by("malformed tape", layer=0)),
     ],
 )
-def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, said: ExpectedRefusal) -> None:
-    found = [refusal(mutant) for mutant in MUTATIONS[kind](subjects()[name])]
-    assert any(each and matches(each, said) for each in found), sorted({str(each) for each in found})
+def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, expected: ExpectedRefusal) -> None:
+    refusals = [refusal(mutant) for mutant in MUTATIONS[kind](subjects()[name])]
+    assert any(refused and matches(refused, expected) for refused in refusals), sorted(
+        {str(refused) for refused in refusals}
+    )
 
 
 # Each sentence of the check about a tape, once; all other tests ask for a refusal's fields.

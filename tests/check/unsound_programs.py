@@ -27,15 +27,15 @@ async def two_states_of_one_weight(rank: Rank) -> None:
 
 async def stepped_after_it_arrived(rank: Rank) -> None:
     """Rank 1 tells rank 0 the new weight; rank 0 then steps half of it, given a copy of the old one."""
-    await _told(rank, lets_go=True)
+    await _step_after_messages(rank, lets_go=True)
 
 
 async def stepped_while_it_arrived_apart(rank: Rank) -> None:
     """Rank 1 tells rank 0 the new weight while the old one is still there, and it has room of its own: it is right."""
-    await _told(rank, lets_go=False)
+    await _step_after_messages(rank, lets_go=False)
 
 
-async def _told(rank: Rank, *, lets_go: bool) -> None:
+async def _step_after_messages(rank: Rank, *, lets_go: bool) -> None:
     rank.weights[0] = rank.load_weight(0)
     rank.opt_states[0] = rank.load_opt_state(0, 0, 2 - rank.index)
     total = await _total(rank)
@@ -57,8 +57,8 @@ async def sent_while_it_is_written(rank: Rank) -> None:
     total, other = await _total(rank), 1 - rank.index
     rank.weights["copy"] = await rank.exchange(rank.weights[0], to=other, source=other)
     sending = rank.send(rank.weights[0], to=other)
-    coming = rank.recv(source=other)
+    receiving = rank.recv(source=other)
     new, rank.opt_states[0] = rank.update(0, total, rank.weights.pop("copy"), rank.opt_states[0])
     await sending
-    await coming
+    await receiving
     rank.weights[0] = await rank.all_gather(new)
