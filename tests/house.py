@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 405,
     "check": 2295,
-    "cli": 8385,
+    "cli": 8395,
     "common": 1070,
     "draw": 1750,
     "execute": 3775,

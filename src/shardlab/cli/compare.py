@@ -326,10 +326,12 @@ def runs_report(runs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, 
     if not steps:
         report.line("no step is recorded in all of the runs")
     else:
-        indices = sorted({round(at * (len(steps) - 1) / (SHOWN_STEPS - 1)) for at in range(SHOWN_STEPS)})
-        losses = [[str(steps[at]["step"] + 1), *(_cell(loss, ".4f") for loss in steps[at]["loss"])] for at in indices]
+        indices = sorted({round(index * (len(steps) - 1) / (SHOWN_STEPS - 1)) for index in range(SHOWN_STEPS)})
+        losses = [
+            [str(steps[index]["step"] + 1), *(_cell(loss, ".4f") for loss in steps[index]["loss"])] for index in indices
+        ]
         headings = ["loss of step", *map(str, range(1, len(runs) + 1))]
-        report.table({name: itemgetter(at) for at, name in enumerate(headings)}, losses, words=0, folded=0)
+        report.table({name: itemgetter(index) for index, name in enumerate(headings)}, losses, words=0, folded=0)
         report.line()
         report.line("tokens/s, ms/step: medians of the recorded steps after the first 3", "dim")
     for path in files:
@@ -380,7 +382,7 @@ def _add_pairs(report: Report, headings: Sequence[str], rows: Sequence[Row], *, 
         return "-" if figure is None else f"{figure * times:,.2f} {unit}"
 
     columns: dict[str, Callable[[Any], str]] = {
-        heading: lambda row, at=at: row[0][at] for at, heading in enumerate(headings)
+        heading: lambda row, index=index: row[0][index] for index, heading in enumerate(headings)
     }
     columns |= {side: partial(cell, side=side) for side in _SIDES[not predicted :]}
     if predicted:

@@ -177,12 +177,12 @@ class MemberNames(Sequence[str]):
         self._noun = noun
 
     @overload
-    def __getitem__(self, at: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, at: slice) -> list[str]: ...
+    def __getitem__(self, index: slice) -> list[str]: ...
 
-    def __getitem__(self, at: int | slice) -> str | list[str]:
-        ranks, noun = self._ranks[at], self._noun
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        ranks, noun = self._ranks[index], self._noun
         return f"{noun} {ranks}" if isinstance(ranks, int) else [f"{noun} {rank}" for rank in ranks]
 
     def __len__(self) -> int:

@@ -134,8 +134,8 @@ class CommunicationVerbs(Tracer):
         messages = [op for op in block_ops if op.batch == batch]
         self.ops[start:] = [*(op for op in block_ops if op.batch != batch), *messages]
         handles = [self._outstanding[number] for number in range(first_handle, self.handles)]
-        for handle, at in zip(handles, range(len(self.ops) - len(messages), len(self.ops)), strict=True):
-            handle.op = at
+        for handle, index in zip(handles, range(len(self.ops) - len(messages), len(self.ops)), strict=True):
+            handle.op = index
             handle.others = tuple([other for other in handles if other is not handle])
 
     def all_reduce(

@@ -355,9 +355,9 @@ def communicator_of(program: Program, communication: Communication) -> Hashable:
     if communication.stream is COLLECTIVE:
         return communication.group
     if communication.stream is COPY:
-        ((rank, _, at),) = communication.participants
-        return rank, program.tapes[rank][at].kind
-    if any(program.tapes[rank][at].batch >= 0 for rank, _, at in communication.participants):
+        ((rank, _, index),) = communication.participants
+        return rank, program.tapes[rank][index].kind
+    if any(program.tapes[rank][index].batch >= 0 for rank, _, index in communication.participants):
         return EXCHANGES
     return frozenset(member.rank for member in communication.participants)
 

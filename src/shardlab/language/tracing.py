@@ -202,14 +202,14 @@ class Tracer(ABC):
         """
         kinds = _RESULTS.get(refusal.rule, ())
         earlier_ops = self.ops[: refusal.op] if refusal.rank == self.index else ()
-        for at, op in reversed(list(enumerate(earlier_ops))):
+        for index, op in reversed(list(enumerate(earlier_ops))):
             if op.kind not in COLLECTIVES or op.layer != refusal.layer or self._kind(op.inputs) not in kinds:
                 continue
             result = self._values[op.outputs[0]] if op.outputs else None
             if not isinstance(result, Value) or not result.alive or result.keys or result.reading:
                 continue
             if op.handle in self._outstanding or _has_missing_part(result.spec, refusal):
-                return self._unused_refusal(at, refusal).with_traceback(refusal.__traceback__)
+                return self._unused_refusal(index, refusal).with_traceback(refusal.__traceback__)
         return refusal
 
     def release(self) -> None:
@@ -246,11 +246,11 @@ class Tracer(ABC):
 
     def _free_unused(self, value: Value) -> None:
         """Free an unused gradient: right after the op that computes it, or now if it came by communication."""
-        at, op = next((at, op) for at, op in enumerate(self.ops) if value.number in op.outputs)
+        index, op = next((index, op) for index, op in enumerate(self.ops) if value.number in op.outputs)
         self._free(value)
         if op.handle < 0:
             del self.ops[-1]
-            self.ops.insert(at + 1, free_op(value.number))
+            self.ops.insert(index + 1, free_op(value.number))
 
     def _kind(self, numbers: Sequence[int]) -> Kind | None:
         """Return the kind of the first of some values, even if that value has ended; None if there are no values."""
@@ -258,9 +258,9 @@ class Tracer(ABC):
         spec = value.spec if isinstance(value, Value) else value
         return None if spec is None else spec.kind
 
-    def _unused_refusal(self, at: int, refusal: Refused) -> Refused:
+    def _unused_refusal(self, index: int, refusal: Refused) -> Refused:
         """Return the refusal of a collective with an unused result, given the refusal of a later op that needed it."""
-        op = self.ops[at]
+        op = self.ops[index]
         about, needed = op.about, f"and {refusal.about} needs the result: {refusal.given}"
         remedy = f"use its result: `x = await rank.{op.kind.value}(x)`"
         if op.handle in self._outstanding:
@@ -268,7 +268,7 @@ class Tracer(ABC):
         else:
             cause = Refused("unused result", about, f"its result is dropped here, {needed}", remedy)
         cause.missing = refusal.missing
-        return cause.at(self.index, at)
+        return cause.at(self.index, index)
 
     def _make_all(self, specs: Sequence[Spec]) -> list[Value]:
         """Make new values, as `make` does, without a call for each."""
@@ -325,17 +325,17 @@ class Tracer(ABC):
     def _unfree(self, value: Value) -> None:
         """Take back the FREE that followed the last use of a value without a key."""
         free, ops = free_op(value.number), self.ops
-        at = len(ops) - 1
-        while ops[at] is not free and ops[at] != free:
-            at -= 1
-        del ops[at]
+        index = len(ops) - 1
+        while ops[index] is not free and ops[index] != free:
+            index -= 1
+        del ops[index]
         value.alive = True
         self._values[value.number] = value
-        self._batch_start -= at < self._batch_start
+        self._batch_start -= index < self._batch_start
         for handle in self._outstanding.values():
-            handle.op -= at < handle.op
+            handle.op -= index < handle.op
         for key, op in self._load_ops.items():
-            self._load_ops[key] = op - (at < op)
+            self._load_ops[key] = op - (index < op)
 
     def _refuse_value(self, value: object, about: About | str) -> NoReturn:
         if isinstance(value, Handle):

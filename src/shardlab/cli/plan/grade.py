@@ -117,7 +117,7 @@ def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], plans: Seque
     report.line()
     report.data["figures"] = {name: asdict(grade) for name, grade in grades.items()}
     texts = [(name, *map(text, grades.values())) for name, text in FIGURES.items()]
-    report.table({name: itemgetter(at) for at, name in enumerate(["", *grades])}, texts)
+    report.table({name: itemgetter(index) for index, name in enumerate(["", *grades])}, texts)
     report.line()
     report.line(NOTE, "dim")
     illegal_plans = [plan for plan in plans if not plan.legal]

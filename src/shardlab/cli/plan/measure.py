@@ -118,11 +118,11 @@ def measured_as_json(model: ErrorModel) -> dict[str, Any]:
             "micro_batch_size": outcome.candidate.micro_batch_size,
             "precision": outcome.candidate.precision.name,
             "predicted_seconds": outcome.seconds,
-            "measured_seconds": model.measured.get(at),
-            "step_seconds": model.seconds[at],
-            "error": model.expected_errors[at],
+            "measured_seconds": model.measured.get(index),
+            "step_seconds": model.seconds[index],
+            "error": model.expected_errors[index],
         }
-        for at, outcome in enumerate(model.plans)
+        for index, outcome in enumerate(model.plans)
     ]
     return {"factors": model.factors, "plans": sorted(rows, key=lambda row: row["step_seconds"])}
 
@@ -130,22 +130,25 @@ def measured_as_json(model: ErrorModel) -> dict[str, Any]:
 def add_measured(report: Report, model: ErrorModel, top: int) -> None:
     """Add the measured plans and the best plans, ranked by their corrected times."""
 
-    def measured_text(at: int) -> str:
-        seconds = model.measured.get(at)
+    def measured_text(index: int) -> str:
+        seconds = model.measured.get(index)
         return "" if seconds is None else seconds_text(seconds)
 
-    order = sorted(range(len(model.plans)), key=lambda at: model.seconds[at])
+    order = sorted(range(len(model.plans)), key=lambda index: model.seconds[index])
     columns: dict[str, Callable[[int], str]] = {
-        "": lambda at: model.plans[at].family,
-        "after measuring": lambda at: summary(model.plans[at].candidate),
-        "predicted": lambda at: seconds_text(model.plans[at].seconds),
+        "": lambda index: model.plans[index].family,
+        "after measuring": lambda index: summary(model.plans[index].candidate),
+        "predicted": lambda index: seconds_text(model.plans[index].seconds),
         "measured": measured_text,
-        "corrected": lambda at: seconds_text(model.seconds[at]),
-        "sure to": lambda at: f"± {model.expected_errors[at]:.1%}",
+        "corrected": lambda index: seconds_text(model.seconds[index]),
+        "sure to": lambda index: f"± {model.expected_errors[index]:.1%}",
     }
     report.line()
     report.table(
-        columns, [at for place, at in enumerate(order) if place <= top or at in model.measured], words=2, wrapped=1
+        columns,
+        [index for place, index in enumerate(order) if place <= top or index in model.measured],
+        words=2,
+        wrapped=1,
     )
     factors = ", ".join(f"{name} {factor:.2f}" for name, factor in model.factors.items())
     report.line()

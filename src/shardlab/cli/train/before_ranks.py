@@ -88,9 +88,9 @@ def line_lookup(entry: StrategyEntry, job: Job) -> LineOf:
         numbers = [{_without_pass_fields(op): number for number, op in enumerate(ops)} for ops in retrace.tapes]
         return retrace, numbers, job.checked().program.tapes
 
-    def line(rank: int, at: int) -> str:
+    def line(rank: int, index: int) -> str:
         retrace, numbers, tapes = trace_entry()
-        number = numbers[rank].get(_without_pass_fields(tapes[rank][at]))
+        number = numbers[rank].get(_without_pass_fields(tapes[rank][index]))
         return "" if number is None else f" ({path}:{retrace.line(rank, number)})"
 
     return line

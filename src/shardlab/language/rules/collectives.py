@@ -161,7 +161,7 @@ def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], name
     if first.kind not in (Kind.WEIGHT, Kind.GRAD_WEIGHT, Kind.SCALAR):
         remedy = "reduce weights, their gradients and scalars by anything"
         raise Refused("wrong kind", op, f"{first} was given", remedy)
-    other = next((at for at, spec in enumerate(specs) if spec != first), None)
+    other = next((index for index, spec in enumerate(specs) if spec != first), None)
     if other is None:
         return first
     values_text = f"{names[0]} gave {first} and {names[other]} {specs[other]}"

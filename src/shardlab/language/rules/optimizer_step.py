@@ -243,7 +243,9 @@ def _want_finished(
             raise Refused("wrong layer", op, f"{spec} was given", remedy)
     require_one_place(op, gradient, *(spec for _, spec, _ in states))
     if any(spec.step != form.step for _, spec, _ in states):
-        steps = [f"the {noun} {'' if at else 'is '}of step {spec.step}" for at, (noun, spec, _) in enumerate(states)]
+        steps = [
+            f"the {noun} {'' if index else 'is '}of step {spec.step}" for index, (noun, spec, _) in enumerate(states)
+        ]
         fault = f"{', '.join(steps)} and the gradient of step {form.step}; {_ALL[len(states)]} must be of one step"
         raise Refused("wrong step", op, fault, "update each slice exactly once a step")
     if missing := full_sum(form) & ~gradient.cells:
