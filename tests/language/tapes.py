@@ -64,8 +64,8 @@ def refused(
     return error
 
 
-def says(error: BaseException, *said: str) -> None:
-    missing = [part for part in said if part not in str(error)]
+def says(error: BaseException, *parts: str) -> None:
+    missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{missing} not in: {error}"
 
 
@@ -73,7 +73,7 @@ def live_at_end(program: Program, rank: int) -> set[int]:
     """Values that a tape has made, and has neither freed nor ended by an update (but for what layers keep)."""
     live: set[int] = set()
     for op in program.tapes[rank]:
-        live |= set(made(op))
+        live |= set(main_outputs(op))
         if op.kind is OpKind.FREE:
             live -= set(op.inputs)
         if op.kind is OpKind.UPDATE:
@@ -81,7 +81,7 @@ def live_at_end(program: Program, rank: int) -> set[int]:
     return live
 
 
-def made(op: Op) -> tuple[int, ...]:
+def main_outputs(op: Op) -> tuple[int, ...]:
     """Return the values that an op makes, without the saved ones, which come last."""
     if op.kind is OpKind.RECOMPUTE:
         return ()

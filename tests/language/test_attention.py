@@ -64,7 +64,7 @@ def the_same_slice_twice(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "expected"),
     [
         (met_twice, refusal_by("counted twice", layer=3, doubled=(0, 3))),
         (
@@ -84,15 +84,15 @@ def the_same_slice_twice(rank: Rank) -> None:
         (no_such_slice, refusal_by("unknown slice")),
         (the_same_slice_twice, refusal_by("unknown slice")),
     ],
-    ids=lambda given: getattr(given, "__name__", ""),
+    ids=lambda case: getattr(case, "__name__", ""),
 )
 def test_mistakes_with_attention_are_refused_at_their_line(
-    lines: Callable[[Rank], None], said: ExpectedRefusal
+    lines: Callable[[Rank], None], expected: ExpectedRefusal
 ) -> None:
     async def strategy(rank: Rank) -> None:
         lines(rank)
 
-    require_refusal(refusal(strategy, Mesh(cp=2), 1, 1), said)
+    require_refusal(refusal(strategy, Mesh(cp=2), 1, 1), expected)
 
 
 def test_partial_attention_is_not_summed_over_ranks() -> None:
@@ -120,14 +120,14 @@ async def met_again(rank: Rank) -> list[tuple[Value, Value]]:
 
 
 async def came_home_early(rank: Rank) -> None:
-    (own, gradient), (other, _) = await met_again(rank)
-    rank.backward(2, rank.activations[2], (own + other, gradient), rank.weights[2])
+    (own_term, gradient), (other_term, _) = await met_again(rank)
+    rank.backward(2, rank.activations[2], (own_term + other_term, gradient), rank.weights[2])
 
 
 async def one_block_left_out(rank: Rank) -> None:
-    (own, gradient), (_, away) = await met_again(rank)
+    (own_term, gradient), (_, away) = await met_again(rank)
     home = rank.exchange(away, to=1 - rank.index, source=1 - rank.index)
-    rank.backward(2, rank.activations[2], (own, gradient + await home), rank.weights[2])
+    rank.backward(2, rank.activations[2], (own_term, gradient + await home), rank.weights[2])
 
 
 async def another_blocks_gradient(rank: Rank) -> None:
@@ -136,13 +136,13 @@ async def another_blocks_gradient(rank: Rank) -> None:
 
 
 async def forgotten_on_the_way(rank: Rank) -> None:
-    (own, _), (other, away) = await met_again(rank)
+    (own_term, _), (other_term, away) = await met_again(rank)
     home = await rank.exchange(away, to=1 - rank.index, source=1 - rank.index)
-    rank.backward(2, rank.activations[2], (own + other, home), rank.weights[2])
+    rank.backward(2, rank.activations[2], (own_term + other_term, home), rank.weights[2])
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "expected"),
     [
         (came_home_early, refusal_by("missing terms", layer=2, missing=(3,))),
         (one_block_left_out, refusal_by("missing terms", layer=2, missing=(1, 2))),
@@ -150,8 +150,8 @@ async def forgotten_on_the_way(rank: Rank) -> None:
         (forgotten_on_the_way, refusal_by("missing terms", layer=2, missing=(0, 3))),
     ],
 )
-def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: ExpectedRefusal) -> None:
-    require_refusal(refusal(strategy, Mesh(cp=2), 1, 1), said)
+def test_gradients_that_lack_something_are_refused(strategy: Strategy, expected: ExpectedRefusal) -> None:
+    require_refusal(refusal(strategy, Mesh(cp=2), 1, 1), expected)
 
 
 def test_other_tokens_are_refused() -> None:

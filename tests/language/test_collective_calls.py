@@ -105,12 +105,12 @@ def test_scattered_batches_are_runs_of_whole_microbatches() -> None:
 def test_a_gather_and_a_reduce_are_all_gather_and_all_reduce_on_the_root_alone(root: int, turn: int) -> None:
     pieces = [weight(shard((n + turn) % 3)) for n in range(3)]
     terms = [gradient(1 << (n + turn) % 3) for n in range(3)]
-    for kind, everywhere, given_ in (
+    for kind, everywhere, specs in (
         (OpKind.GATHER, OpKind.ALL_GATHER, pieces),
         (OpKind.REDUCE, OpKind.ALL_REDUCE, terms),
     ):
-        whole, *_ = collective_results(Call(everywhere), given_, RANKS, RULES)
-        received = collective_results(Call(kind, root), given_, RANKS, RULES)
+        whole, *_ = collective_results(Call(everywhere), specs, RANKS, RULES)
+        received = collective_results(Call(kind, root), specs, RANKS, RULES)
         assert received == [whole if rank == root else None for rank in RANKS]
 
 
@@ -331,7 +331,7 @@ def test_a_barrier_that_one_rank_leaves_out_is_a_deadlock_that_names_it() -> Non
 # Messages that are issued together: what stands on the tape, what is waited for, and what is refused.
 
 
-def swap(between: Callable[[Rank], object] = lambda rank: None) -> Strategy:
+def swap(call: Callable[[Rank], object] = lambda rank: None) -> Strategy:
     """Two ranks exchange their gradients twice over in one batch, and sum them."""
 
     async def strategy(rank: Rank) -> None:
@@ -344,7 +344,7 @@ def swap(between: Callable[[Rank], object] = lambda rank: None) -> Strategy:
             rank.send(rank.grad_weights[0], to=other)
             first = rank.recv(source=other)
             rank.send(rank.grad_weights[0], to=other)
-            between(rank)
+            call(rank)
             second = rank.recv(source=other)
         await second
         total = rank.grad_weights[0] + await first
@@ -382,10 +382,10 @@ REFUSED: list[tuple[Callable[[Rank], object], ExpectedRefusal]] = [
 ]
 
 
-@pytest.mark.parametrize(("between", "words"), REFUSED)
-def test_a_batch_has_sends_and_receives_alone(between: Callable[[Rank], object], words: ExpectedRefusal) -> None:
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_a_batch_has_sends_and_receives_alone(call: Callable[[Rank], object], words: ExpectedRefusal) -> None:
     with pytest.raises(Refused) as refusal:
-        trace(swap(between), 2, 1, 2)
+        trace(swap(call), 2, 1, 2)
     require_refusal(refusal.value, words)
 
 
@@ -399,22 +399,22 @@ def waits_for_one_half() -> Program:
         rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
         rank.activations[0] = rank.load_batch([rank.index])
         grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
-        made = rank.grad_weights[0] = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])[0]
+        grad_weight = rank.grad_weights[0] = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])[0]
         if rank.index == 0:
             with rank.batch_p2p():
-                rank.send(made, to=2)
-                came = rank.recv(source=1)
-            await came
+                rank.send(grad_weight, to=2)
+                message = rank.recv(source=1)
+            await message
         if rank.index == 1:
             with rank.batch_p2p():
-                rank.send(made, to=0)
+                rank.send(grad_weight, to=0)
         if rank.index != 1:
             await rank.all_reduce(rank.weights[0], among=[0, 2], reduction="mean")
         if rank.index == 2:
             with rank.batch_p2p():
                 received = rank.recv(source=0)
             await received
-        total = await rank.all_reduce(made)
+        total = await rank.all_reduce(grad_weight)
         rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
 
     program = trace(strategy, 3, 1, 3)

@@ -183,10 +183,10 @@ WRONG_CALLS: list[tuple[Callable[[Any], object], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "given", "remedy"), WRONG_CALLS)
-def test_wrong_arguments_name_those_that_the_verb_takes(call: Callable[[Any], object], given: str, remedy: str) -> None:
+@pytest.mark.parametrize(("call", "fault", "remedy"), WRONG_CALLS)
+def test_wrong_arguments_name_those_that_the_verb_takes(call: Callable[[Any], object], fault: str, remedy: str) -> None:
     error = refused(call, "the program raised")
-    assert given in error.given
+    assert fault in error.given
     assert error.remedy.startswith(remedy)
 
 

@@ -18,7 +18,7 @@ from shardlab.train.config import PrecisionConfig
 
 def test_mixed_precision_has_16_bytes_a_parameter() -> None:
     """Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1: 2 + 2 + 12; without a copy, float32 has 4 + 4 + 8."""
-    for name, each in (
+    for name, bytes in (
         ("bf16", (2, 2, 12)),
         ("bf16-fp32-grads", (2, 4, 12)),
         ("fp8", (2, 2, 12)),
@@ -29,7 +29,7 @@ def test_mixed_precision_has_16_bytes_a_parameter() -> None:
         precision = find_precision(name)
         kinds = (Kind.WEIGHT, Kind.GRAD_WEIGHT, Kind.OPT_STATE, Kind.OPT_STATE)
         weight, gradient, *state = map(precision.bytes, kinds)
-        assert (weight, gradient, sum(state)) == each
+        assert (weight, gradient, sum(state)) == bytes
 
 
 def test_bf16_parameters_without_a_copy_have_8_bytes_a_parameter() -> None:

@@ -91,7 +91,7 @@ def test_a_rank_is_not_its_own_peer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expect", "said"),
+    ("expect", "expected"),
     [
         (("weight", 0, 0), refusal_by("wrong expectation")),
         (("saved", 0, 0), refusal_by("wrong expectation")),
@@ -99,11 +99,11 @@ def test_a_rank_is_not_its_own_peer() -> None:
         (("activations", 0, [0, -1]), refusal_by("unknown microbatch", layer=0)),
     ],
 )
-def test_a_receive_cannot_expect_what_does_not_exist(expect: tuple[str, int, int], said: ExpectedRefusal) -> None:
+def test_a_receive_cannot_expect_what_does_not_exist(expect: tuple[str, int, int], expected: ExpectedRefusal) -> None:
     async def strategy(rank: Rank) -> None:
         rank.recv(source=1 - rank.index, expect=expect)
 
-    require_refusal(refusal(strategy), said)
+    require_refusal(refusal(strategy), expected)
 
 
 @pytest.mark.parametrize(

@@ -86,17 +86,17 @@ def test_the_weight_may_be_freed_between_the_halves() -> None:
         assert free < half
 
 
-@pytest.mark.parametrize("before", ["nothing", "backward", "backward_weight"])
-def test_the_weights_half_wants_an_input_half_of_its_own(before: str) -> None:
+@pytest.mark.parametrize("first_pass", ["nothing", "backward", "backward_weight"])
+def test_the_weights_half_wants_an_input_half_of_its_own(first_pass: str) -> None:
     def lines(rank: Rank) -> None:
         prepare_gradient(rank)
-        given = rank.activations[0], rank.grad_activations[1]
-        if before == "backward":
-            rank.backward(0, *given, rank.weights[0])
-        if before == "backward_weight":
-            rank.backward_input(0, *given, rank.weights[0])
-            rank.backward_weight(0, *given)
-        rank.backward_weight(0, *given)
+        inputs = rank.activations[0], rank.grad_activations[1]
+        if first_pass == "backward":
+            rank.backward(0, *inputs, rank.weights[0])
+        if first_pass == "backward_weight":
+            rank.backward_input(0, *inputs, rank.weights[0])
+            rank.backward_weight(0, *inputs)
+        rank.backward_weight(0, *inputs)
 
     refused(lines, "no forward", layers=1, layer=0)
 
@@ -161,8 +161,8 @@ def to_the_loss(rank: Rank) -> None:
     prepare(rank)
     residual: list[Value] = []
     for l in (1, 3, 5):
-        given = rank.activations[l], *residual
-        rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
+        inputs = rank.activations[l], *residual
+        rank.activations[l + 1], *residual = rank.forward(l, inputs, rank.weights[l])
         rank.activations[l + 2] = rank.forward(l + 1, rank.activations[l + 1], rank.weights[l + 1])
     gradient = rank.loss(rank.activations.pop(7))
     _, rank.grad_activations[6] = rank.backward(6, rank.activations[6], gradient, rank.weights[6])
@@ -177,9 +177,9 @@ def norms_of(lines: Callable[[Rank], object]) -> list[str]:
 def test_a_norm_reads_branch_weight_and_residual_and_hands_a_residual_on() -> None:
     def lines(rank: Rank) -> None:
         to_the_loss(rank)
-        given = (rank.grad_activations[6],)
+        gradients = (rank.grad_activations[6],)
         _, rank.grad_activations[5], rank.grad_residuals[5] = rank.backward(
-            5, rank.activations[5], given, rank.weights[5]
+            5, rank.activations[5], gradients, rank.weights[5]
         )
 
     norms = norms_of(lines)
@@ -192,9 +192,9 @@ def test_a_norm_reads_branch_weight_and_residual_and_hands_a_residual_on() -> No
 def test_a_norms_backward_has_two_halves() -> None:
     def lines(rank: Rank) -> None:
         to_the_loss(rank)
-        given = (rank.grad_activations[6],)
+        gradients = (rank.grad_activations[6],)
         rank.grad_activations[5], rank.grad_residuals[5] = rank.backward_input(
-            5, rank.activations[5], given, rank.weights[5]
+            5, rank.activations[5], gradients, rank.weights[5]
         )
         rank.grad_weights[5] = rank.backward_weight(5, rank.activations[5], rank.grad_activations[6])
 
@@ -309,8 +309,8 @@ def test_a_backward_pass_by_another_slice_than_the_forward_pass_is_refused() -> 
 
 def keep_gradients(rank: Rank, microbatches: range) -> None:
     """Every layer's, of some microbatches, in rank.grad_weights."""
-    for l, made in gradients(rank, microbatches):
-        rank.grad_weights[l] = made
+    for l, gradient in gradients(rank, microbatches):
+        rank.grad_weights[l] = gradient
 
 
 async def reduced(rank: Rank) -> None:
@@ -321,8 +321,8 @@ async def reduced(rank: Rank) -> None:
 
 def update(rank: Rank, norm: Value) -> None:
     for l in rank.layers:
-        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], norm)
-        rank.weights[l], rank.opt_states[l] = made
+        result = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], norm)
+        rank.weights[l], rank.opt_states[l] = result
 
 
 async def clips(rank: Rank) -> None:
@@ -461,9 +461,9 @@ def test_a_gradient_is_no_norm() -> None:
 # Programs with experts: what is wrong with them is refused at their line.
 
 
-def traced(what: Callable[[Rank], Awaitable[object]]) -> None:
+def traced(program: Callable[[Rank], Awaitable[object]]) -> None:
     async def strategy(rank: Rank) -> None:
-        await what(rank)
+        await program(rank)
 
     trace(strategy, Mesh(ep=2), 1, 2)
 
@@ -471,8 +471,8 @@ def traced(what: Callable[[Rank], Awaitable[object]]) -> None:
 async def dispatched(rank: Rank) -> Value:
     rank.weights[0] = rank.load_weight(0)
     tokens = rank.load_batch([rank.index])
-    made, rank.residuals[2] = rank.forward(0, (tokens,), rank.weights[0])
-    return made
+    buffers, rank.residuals[2] = rank.forward(0, (tokens,), rank.weights[0])
+    return buffers
 
 
 async def with_anothers_experts(rank: Rank) -> None:
@@ -486,14 +486,14 @@ async def without_exchange(rank: Rank) -> None:
 
 async def without_return(rank: Rank) -> None:
     x = await rank.all_to_all(await dispatched(rank), axis="ep")
-    made = rank.forward(1, x, rank.load_weight(1, rank.index, 2))
-    rank.forward(2, (made, rank.residuals[2]), rank.load_weight(2))
+    results = rank.forward(1, x, rank.load_weight(1, rank.index, 2))
+    rank.forward(2, (results, rank.residuals[2]), rank.load_weight(2))
 
 
 async def without_residual(rank: Rank) -> None:
     x = await rank.all_to_all(await dispatched(rank), axis="ep")
-    made = await rank.all_to_all(rank.forward(1, x, rank.load_weight(1, rank.index, 2)), axis="ep")
-    rank.forward(2, (made,), rank.load_weight(2))
+    results = await rank.all_to_all(rank.forward(1, x, rank.load_weight(1, rank.index, 2)), axis="ep")
+    rank.forward(2, (results,), rank.load_weight(2))
 
 
 async def with_the_wrong_verb(rank: Rank) -> None:
@@ -503,9 +503,9 @@ async def with_the_wrong_verb(rank: Rank) -> None:
 async def backward_with_the_wrong_verb(rank: Rank) -> None:
     """The last dense layer takes a residual as well; one gradient is given, and of two that are made one is lost."""
     x = await rank.all_to_all(await dispatched(rank), axis="ep")
-    made = await rank.all_to_all(rank.forward(1, x, rank.load_weight(1, rank.index, 2)), axis="ep")
-    rank.activations[2], rank.weights[2] = made, rank.load_weight(2)
-    (logits,) = rank.forward(2, (made, rank.residuals[2]), rank.weights[2])
+    results = await rank.all_to_all(rank.forward(1, x, rank.load_weight(1, rank.index, 2)), axis="ep")
+    rank.activations[2], rank.weights[2] = results, rank.load_weight(2)
+    (logits,) = rank.forward(2, (results, rank.residuals[2]), rank.weights[2])
     rank.backward(2, rank.activations[2], rank.loss(logits), rank.weights[2])
 
 
@@ -515,7 +515,7 @@ async def with_a_sum(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "expected"),
     [
         (
             with_anothers_experts,
@@ -536,9 +536,9 @@ async def with_a_sum(rank: Rank) -> None:
     ],
 )
 def test_mistakes_of_programs_are_refused_at_their_line(
-    program: Callable[[Rank], Awaitable[object]], said: ExpectedRefusal
+    program: Callable[[Rank], Awaitable[object]], expected: ExpectedRefusal
 ) -> None:
-    with refuses(said):
+    with refuses(expected):
         traced(program)
 
 

@@ -124,14 +124,14 @@ def test_a_slice_takes_its_share_of_room_and_a_term_takes_all() -> None:
     sizes = Sizes((8, 8), (8, 8), (12, 20, 12), (0, 0), signatures=matrices(["column", "row"]))
     space = sizes.space(Mesh(tp=2), 1)
 
-    def held(kind: Kind, layer: int) -> int:
+    def slice_elements(kind: Kind, layer: int) -> int:
         return sizes.elements(Spec(form_of(kind, layer, 0, space, slices=(("ffn", 0b01),)), 0b11))
 
-    def term(kind: Kind, layer: int) -> int:
+    def term_elements(kind: Kind, layer: int) -> int:
         return sizes.elements(Spec(form_of(kind, layer, 0, space, term=Term(("ffn",), 0b10)), 0b11))
 
-    assert held(Kind.ACTIVATION, 1) == held(Kind.GRAD_ACTIVATION, 1) == 10
-    assert term(Kind.ACTIVATION, 2) == term(Kind.GRAD_ACTIVATION, 0) == 12
+    assert slice_elements(Kind.ACTIVATION, 1) == slice_elements(Kind.GRAD_ACTIVATION, 1) == 10
+    assert term_elements(Kind.ACTIVATION, 2) == term_elements(Kind.GRAD_ACTIVATION, 0) == 12
 
 
 # A head tied to the embedding: one weight used by two layers, whose gradients meet and count once.
@@ -161,12 +161,14 @@ def alone(verbs: Verbs) -> Program:
                 x, *residual = rank.forward(l, (x, *residual), weight)
             else:
                 x = rank.forward(l, x, weight)
-        gradient, above = rank.loss(x), list[Value]()
+        gradient, grad_residual = rank.loss(x), list[Value]()
         for l in reversed(rank.layers):
             weight = rank.weights[0 if l == LAST else l]
             key = "embedding" if l == 0 else "head" if l == LAST else l
             if l % 2:
-                rank.grad_weights[key], gradient, *above = rank.backward(l, inputs[l], (gradient, *above), weight)
+                rank.grad_weights[key], gradient, *grad_residual = rank.backward(
+                    l, inputs[l], (gradient, *grad_residual), weight
+                )
             else:
                 rank.grad_weights[key], gradient = rank.backward(l, inputs[l], gradient, weight)
         verbs(rank)
@@ -208,11 +210,11 @@ MISTAKES: list[tuple[Verbs, ExpectedRefusal]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("verbs", "said"), MISTAKES)
-def test_missing_and_doubled_contributions_are_named_by_their_use(verbs: Verbs, said: ExpectedRefusal) -> None:
+@pytest.mark.parametrize(("verbs", "expected"), MISTAKES)
+def test_missing_and_doubled_contributions_are_named_by_their_use(verbs: Verbs, expected: ExpectedRefusal) -> None:
     with pytest.raises(Refused) as refused:
         alone(verbs)
-    require_refusal(refused.value, said)
+    require_refusal(refused.value, expected)
 
 
 def test_a_tape_that_loads_a_weight_for_the_head_is_refused() -> None:
@@ -259,10 +261,10 @@ def test_squares_of_both_replicas_are_refused() -> None:
     frees = Op(OpKind.FREE, -1, first.outputs)
     rest = [op._replace(inputs=(10**6 + 1,)) if op == frees else op for op in tape[at + 1 :]]
     mutant = with_tape(PROGRAM, 1, [*tape[:at], *extra, *renamed(rest, first.outputs[0], 10**6 + 1)])
-    found = refusal(mutant)
-    assert found is not None
-    assert found.rule == "counted twice"
-    assert found.doubled
+    refused = refusal(mutant)
+    assert refused is not None
+    assert refused.rule == "counted twice"
+    assert refused.doubled
 
 
 def test_a_norm_without_the_tied_weight_is_not_the_models() -> None:
@@ -454,8 +456,8 @@ def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: Expec
 
     async def strategy(rank: Rank) -> None:
         terms = start(rank)
-        given = await rank.all_reduce(terms, axis="tp") if reduced else terms
-        rank.forward(1, given, rank.weights[1])
+        value = await rank.all_reduce(terms, axis="tp") if reduced else terms
+        rank.forward(1, value, rank.weights[1])
 
     require_refusal(refusal_imported(strategy, Mesh(tp=2), sizes, 1), words)
 

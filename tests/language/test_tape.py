@@ -50,9 +50,9 @@ PROGRAM = trace(STRATEGIES["pipeline-fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 
 def test_equal_traces_have_one_fingerprint(name: str) -> None:
     entry = STRATEGIES[name]
     layers = entry.puzzle(entry.ranks)
-    first, again = (trace(entry.program, entry.mesh(entry.ranks), layers, 4) for _ in range(2))
-    assert first == again
-    assert first.fingerprint() == again.fingerprint()
+    first, second = (trace(entry.program, entry.mesh(entry.ranks), layers, 4) for _ in range(2))
+    assert first == second
+    assert first.fingerprint() == second.fingerprint()
 
 
 def test_every_builtin_strategy_has_its_own_fingerprint() -> None:
@@ -167,11 +167,11 @@ def test_ops_that_are_made_without_a_constructor_have_all_fields() -> None:
     holds, group = Holds(0b1, 2), group_of("tp", (0, 1))
     assert compute_op(OpKind.FORWARD, 1, (2, 3), (4,)) == Op(OpKind.FORWARD, 1, (2, 3), (4,))
     assert compute_op(OpKind.FORWARD, 1, (2, 3), (4,), holds) == Op(OpKind.FORWARD, 1, (2, 3), (4,), holds=holds)
-    made = communication_op(OpKind.REDUCE, 1, (2,), (3,), 4, group, -1, None, -1, 1, Reduction.MAX)
-    assert made == Op(OpKind.REDUCE, 1, (2,), (3,), 4, group, root=1, reduction=Reduction.MAX)
+    op = communication_op(OpKind.REDUCE, 1, (2,), (3,), 4, group, -1, None, -1, 1, Reduction.MAX)
+    assert op == Op(OpKind.REDUCE, 1, (2,), (3,), 4, group, root=1, reduction=Reduction.MAX)
     expect = ExpectedValue(Kind.ACTIVATION, 1, 0b1)
-    made = communication_op(OpKind.RECV, 1, (), (3,), 4, None, 5, expect, 6)
-    assert made == Op(OpKind.RECV, 1, (), (3,), 4, peer=5, expect=expect, batch=6)
+    op = communication_op(OpKind.RECV, 1, (), (3,), 4, None, 5, expect, 6)
+    assert op == Op(OpKind.RECV, 1, (), (3,), 4, peer=5, expect=expect, batch=6)
 
 
 # The k-th communication of each participant on a channel is one, whoever comes first.
@@ -186,14 +186,14 @@ def of(name: str) -> Program:
 def test_parts_meet_by_turn_in_whatever_order_they_come(order: list[tuple[int, int]]) -> None:
     turns = dict.fromkeys(range(3), 0)
     matcher = Matcher[tuple[int, int]]()
-    found: list[list[tuple[int, int]]] = []
+    complete: list[list[tuple[int, int]]] = []
     for rank, _ in order:
         arrived = matcher[0, 1, 2].join(rank)
         arrived[rank] = (rank, turns[rank])
         turns[rank] += 1
         if len(arrived) == 3:
-            found.append(matcher[0, 1, 2].pop_complete())
-    assert found == [[(rank, turn) for rank in range(3)] for turn in range(4)]
+            complete.append(matcher[0, 1, 2].pop_complete())
+    assert complete == [[(rank, turn) for rank in range(3)] for turn in range(4)]
     assert not list(matcher.incomplete())
 
 
@@ -237,7 +237,7 @@ def test_each_communication_has_one_communicator_and_an_exchange_two_streams() -
 
     (barrier,) = by(Stream.COLLECTIVE)
     assert communicator_of(program, barrier) is queue_key(program, barrier) is barrier.group
-    there, back, single = sorted(by(Stream.MESSAGE), key=lambda communication: communication.participants[0].op)
-    assert communicator_of(program, there) == communicator_of(program, back) == EXCHANGES
-    assert {queue_key(program, there), queue_key(program, back)} == {(0, 1), (1, 0)}
+    forth, back, single = sorted(by(Stream.MESSAGE), key=lambda communication: communication.participants[0].op)
+    assert communicator_of(program, forth) == communicator_of(program, back) == EXCHANGES
+    assert {queue_key(program, forth), queue_key(program, back)} == {(0, 1), (1, 0)}
     assert communicator_of(program, single) == queue_key(program, single) == frozenset({0, 1})

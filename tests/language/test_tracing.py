@@ -189,10 +189,10 @@ def test_an_updated_slice_that_no_store_keeps_is_refused_where_it_is_made(stored
         else:
             rank.opt_states[0] = new_state
 
-    lost = {"weights": "opt_states", "opt_states": "weights"}[stored]
+    missing = {"weights": "opt_states", "opt_states": "weights"}[stored]
     program = trace(strategy, 1, 1, 1)
     with pytest.raises(
-        Refused, match=rf"the step ends without the updated {lost}\[0\], which is made here and not kept; keep"
+        Refused, match=rf"the step ends without the updated {missing}\[0\], which is made here and not kept; keep"
     ) as refusal:
         check(program)
     assert refusal.value.op is not None
@@ -233,9 +233,9 @@ def test_builtin_strategies_end_with_nothing_in_flight_and_their_slices_alone(na
         issued = [op.handle for op in tape if op.handle >= 0 and op.kind is not OpKind.WAIT]
         waited = [op.handle for op in tape if op.kind is OpKind.WAIT]
         assert sorted(waited) == issued == list(range(len(issued)))
-        loaded = [specs[op.outputs[0]] for op in tape if op.kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE)]
-        kept = [specs[number] for number in live_at_end(program, rank)]
-        assert sorted(map(str, kept)) == sorted(str(spec._replace(form=spec.form.but(step=1))) for spec in loaded)
+        initial = [specs[op.outputs[0]] for op in tape if op.kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE)]
+        final = [specs[number] for number in live_at_end(program, rank)]
+        assert sorted(map(str, final)) == sorted(str(spec._replace(form=spec.form.but(step=1))) for spec in initial)
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))

@@ -181,9 +181,9 @@ def test_a_value_that_is_used_again_in_a_batch_of_messages_is_freed_after_it() -
         batch = rank.load_batch([0])
         rank.forward(0, batch, weight, save=False)
         with rank.batch_p2p():
-            sent, received = rank.send(weight, to=1 - rank.index), rank.recv(source=1 - rank.index)
-        await sent
-        await received
+            send, receive = rank.send(weight, to=1 - rank.index), rank.recv(source=1 - rank.index)
+        await send
+        await receive
 
     for tape in trace(strategy, 2, 1, 1).tapes:
         (free,) = (at for at, op in enumerate(tape) if op.kind is OpKind.FREE and op.inputs == (0,))
@@ -249,9 +249,9 @@ def test_a_weight_that_an_update_replaced_cannot_be_used(key: str) -> None:
     def lines(rank: Rank) -> None:
         gradient, batch = step_of_one_layer(rank)
         weight = rank.weights.pop(0) if key == "popped" else rank.weights[0]
-        made = rank.update(0, gradient, weight, rank.opt_states[0])
+        update = rank.update(0, gradient, weight, rank.opt_states[0])
         if key == "overwritten":
-            rank.weights[0], rank.opt_states[0] = made
+            rank.weights[0], rank.opt_states[0] = update
         rank.forward(0, batch, weight)
 
     refused(lines, "replaced", layer=0, layers=1)
@@ -357,7 +357,7 @@ def test_a_value_knows_its_size_and_says_what_it_is() -> None:
 class Book:
     """Contents of one store, in plain dictionaries."""
 
-    named: dict[int, int] = field(default_factory=dict[int, int])
+    keyed: dict[int, int] = field(default_factory=dict[int, int])
     loose: set[int] = field(default_factory=set[int])
     """Made or popped, and not used since."""
 
@@ -378,26 +378,26 @@ def test_the_values_that_live_are_those_that_keys_name(todo: list[Step]) -> None
     rank.weights[0] = rank.load_weights(0)[0]
     base = {0, 1}
     book = Book()
-    for what, a, b in todo:
-        if what in {"make", "overwrite"}:
+    for action, a, b in todo:
+        if action in {"make", "overwrite"}:
             value = rank.load_batch([0])
-            if what == "overwrite":
+            if action == "overwrite":
                 rank.activations[a] = value
-                book.named[a] = value.number
+                book.keyed[a] = value.number
             else:
                 book.loose.add(value.number)
-        elif a in book.named:
-            number = book.named[a]
-            if what == "alias":
+        elif a in book.keyed:
+            number = book.keyed[a]
+            if action == "alias":
                 rank.activations[b] = rank.activations[a]
-                book.named[b] = number
-            elif what == "delete":
+                book.keyed[b] = number
+            elif action == "delete":
                 del rank.activations[a]
-                del book.named[a]
-            elif what == "pop":
+                del book.keyed[a]
+            elif action == "pop":
                 assert rank.activations.pop(a).number == number
-                del book.named[a]
-                if number not in book.named.values():
+                del book.keyed[a]
+                if number not in book.keyed.values():
                     book.loose.add(number)
             else:
                 rank.forward(0, rank.activations[a], rank.weights[0], save=False)
@@ -406,8 +406,8 @@ def test_the_values_that_live_are_those_that_keys_name(todo: list[Step]) -> None
         for op in rank.ops:
             live |= set(op.outputs)
             live -= set(op.inputs) if op.kind.value == "free" else set()
-        assert live == base | set(book.named.values()) | book.loose
-        assert {key: value.number for key, value in rank.activations.items()} == book.named
+        assert live == base | set(book.keyed.values()) | book.loose
+        assert {key: value.number for key, value in rank.activations.items()} == book.keyed
         assert all(value.alive for value in rank.activations.values())
     program = world.finish()
     freed = [op.inputs[0] for op in program.tapes[0] if op.kind.value == "free"]
@@ -451,14 +451,14 @@ def test_a_rank_may_wait_for_itself() -> None:
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 9), min_size=1))
 def test_every_waiting_rank_is_shown_or_counted_and_the_links_follow(blocker: dict[int, int]) -> None:
     text = deadlock_sentence({rank: Wait(f"w{rank} for {to}", [to]) for rank, to in blocker.items()})
-    body, _, after = text.removeprefix("deadlock: ").removesuffix(".").partition(" (")
+    body, _, hidden = text.removeprefix("deadlock: ").removesuffix(".").partition(" (")
     sentences = body.split("; ")
-    ended = sentences.pop() if sentences[-1].endswith("has ended without it") else None
-    shown = [int(sentence.split()[1]) for sentence in sentences]
-    assert len(set(shown)) == len(shown)
-    assert all(blocker[a] == b for a, b in itertools.pairwise(shown))
-    assert len(shown) + (int(after.split()[0]) if after else 0) == len(blocker)
-    if ended is None:
-        assert blocker[shown[-1]] == shown[0], "a cycle closes"
+    end = sentences.pop() if sentences[-1].endswith("has ended without it") else None
+    ranks = [int(sentence.split()[1]) for sentence in sentences]
+    assert len(set(ranks)) == len(ranks)
+    assert all(blocker[a] == b for a, b in itertools.pairwise(ranks))
+    assert len(ranks) + (int(hidden.split()[0]) if hidden else 0) == len(blocker)
+    if end is None:
+        assert blocker[ranks[-1]] == ranks[0], "a cycle closes"
     else:
-        assert blocker[shown[-1]] == int(ended.split()[1]) not in blocker
+        assert blocker[ranks[-1]] == int(end.split()[1]) not in blocker

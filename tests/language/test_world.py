@@ -27,17 +27,17 @@ async def two_arguments(rank: Rank, other: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "message"),
     [
         (plain, "plain is not a strategy: write it as `async def plain(rank): ...`"),
         (two_arguments, "two_arguments cannot be called with the rank alone: missing a required argument: 'other'"),
         (3, "3 is not a strategy"),
     ],
 )
-def test_an_object_that_is_no_strategy_is_refused_in_one_sentence(strategy: Strategy, said: str) -> None:
+def test_an_object_that_is_no_strategy_is_refused_in_one_sentence(strategy: Strategy, message: str) -> None:
     with pytest.raises(UserError) as caught:
         trace(strategy, 2, 1, 1)
-    says(caught.value, said)
+    says(caught.value, message)
 
 
 def test_a_partial_strategy_is_a_strategy() -> None:
@@ -45,10 +45,10 @@ def test_a_partial_strategy_is_a_strategy() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -3])
-@pytest.mark.parametrize("what", ["ranks", "layers", "microbatches"])
-def test_counts_below_one_are_refused_by_name(what: str, count: int) -> None:
-    counts = {"ranks": 1, "layers": 1, "microbatches": 1} | {what: count}
-    with pytest.raises(UserError, match=f"^{count} {what} were asked for; give 1 or more$"):
+@pytest.mark.parametrize("name", ["ranks", "layers", "microbatches"])
+def test_counts_below_one_are_refused_by_name(name: str, count: int) -> None:
+    counts = {"ranks": 1, "layers": 1, "microbatches": 1} | {name: count}
+    with pytest.raises(UserError, match=f"^{count} {name} were asked for; give 1 or more$"):
         trace(ddp, **counts)
 
 
@@ -218,8 +218,8 @@ def test_a_member_that_stays_away_from_a_collective_is_named() -> None:
 
 @given(shapes())
 def test_two_traces_are_equal(shape: Shape) -> None:
-    first, again = (trace(program_of(shape), shape.mesh, shape.layers, shape.microbatches) for _ in range(2))
-    assert first == again
+    first, second = (trace(program_of(shape), shape.mesh, shape.layers, shape.microbatches) for _ in range(2))
+    assert first == second
 
 
 def test_a_strategy_awaited_by_hand_is_refused_with_the_remedy() -> None:

@@ -22,9 +22,9 @@ from tests.support.refusing import refuses
 LAYER = 2
 
 
-def spec(kind: Kind, held: set[int], slices: int, layer: int = LAYER, term: Term | None = None) -> Spec:
+def spec(kind: Kind, slices_held: set[int], slices: int, layer: int = LAYER, term: Term | None = None) -> Spec:
     """A value of microbatch 1 of 2."""
-    return Spec(form_of(kind, layer, 0, Space(2, slices), term=term), mask_of(slices + s for s in held))
+    return Spec(form_of(kind, layer, 0, Space(2, slices), term=term), mask_of(slices + s for s in slices_held))
 
 
 def added(parts: list[Spec]) -> Spec:
@@ -50,8 +50,8 @@ def sees(queries: set[int], keys: set[int]) -> bool:
     return max(queries) >= min(keys)
 
 
-def is_term(given_: Spec) -> bool:
-    return given_.form.term is not None
+def is_term(value: Spec) -> bool:
+    return value.form.term is not None
 
 
 @given(deals(), st.randoms(use_true_random=False))
@@ -62,20 +62,20 @@ def test_queries_must_meet_all_visible_keys_in_any_order_and_no_others(
     gradients: dict[int, list[Spec]] = {}
     for mine in ranks:
         queries = spec(Kind.QUERIES, mine, slices)
-        seen = [place for place, theirs in enumerate(ranks) if sees(mine, theirs)]
-        chance.shuffle(seen)
-        parts = [attend(LAYER, queries, spec(Kind.KEYS_VALUES, ranks[place], slices)) for place in seen]
+        visible = [place for place, theirs in enumerate(ranks) if sees(mine, theirs)]
+        chance.shuffle(visible)
+        parts = [attend(LAYER, queries, spec(Kind.KEYS_VALUES, ranks[place], slices)) for place in visible]
         assert all(map(is_term, parts)) or len(parts) == 1
         whole = added(parts)
         assert whole == spec(Kind.ACTIVATION, mine, slices, LAYER + 1)
         gradient = spec(Kind.GRAD_ACTIVATION, mine, slices, LAYER + 1)
         backward = [
             attend_backward(LAYER, queries, spec(Kind.KEYS_VALUES, ranks[place], slices), whole, gradient)
-            for place in seen
+            for place in visible
         ]
-        for place, (_, for_keys) in zip(seen, backward, strict=True):
+        for place, (_, for_keys) in zip(visible, backward, strict=True):
             gradients.setdefault(place, []).append(for_keys)
-        assert added([each for each, _ in backward]) == spec(Kind.GRAD_QUERIES, mine, slices)
+        assert added([for_queries for for_queries, _ in backward]) == spec(Kind.GRAD_QUERIES, mine, slices)
         if len(parts) > 2:
             assert is_term(added(parts[1:]))
     for place, given_by in gradients.items():
@@ -100,8 +100,8 @@ def test_the_balanced_order_gives_every_rank_the_same_work(ranks: int) -> None:
     slices = 2 * ranks
     shares = [set(slices_of_rank(rank, ranks)) for rank in range(ranks)]
     everything = spec(Kind.KEYS_VALUES, set(range(slices)), slices)
-    each = [work(spec(Kind.QUERIES, share, slices), everything) for share in shares]
-    assert each == pytest.approx([1 / ranks] * ranks)
+    work_of_ranks = [work(spec(Kind.QUERIES, share, slices), everything) for share in shares]
+    assert work_of_ranks == pytest.approx([1 / ranks] * ranks)
     assert sorted(s for share in shares for s in share) == list(range(slices))
 
 
@@ -112,19 +112,19 @@ def test_gathered_chunks_gradients_come_home_as_they_were_gathered(dealt: tuple[
     members, rules = range(len(ranks)), rules_of(Sizes.context_blocks(1).signatures, Space(2, slices))
     chunks = [spec(Kind.KEYS_VALUES, mine, slices) for mine in ranks]
     gathered = collective_results(Call(OpKind.ALL_GATHER), chunks, members, rules)
-    given_: list[Spec] = []
+    terms: list[Spec] = []
     for mine, keys in zip(ranks, gathered, strict=True):
         assert keys is not None
         whole = spec(Kind.ACTIVATION, mine, slices, LAYER + 1)
         gradient = spec(Kind.GRAD_ACTIVATION, mine, slices, LAYER + 1)
-        given_.append(attend_backward(LAYER, spec(Kind.QUERIES, mine, slices), keys, whole, gradient)[1])
+        terms.append(attend_backward(LAYER, spec(Kind.QUERIES, mine, slices), keys, whole, gradient)[1])
     if len(ranks) > 1:
-        home = collective_results(Call(OpKind.REDUCE_SCATTER), given_, members, rules)
+        home = collective_results(Call(OpKind.REDUCE_SCATTER), terms, members, rules)
         assert home == [spec(Kind.GRAD_KEYS_VALUES, mine, slices) for mine in ranks]
-        term = given_[0].form.term
+        term = terms[0].form.term
         assert term is not None
         with refuses("counted twice", layer=2, doubled=tuple(bits(term.bits))):
-            collective_results(Call(OpKind.REDUCE_SCATTER), given_[:1] * 2, [0, 1], rules)
+            collective_results(Call(OpKind.REDUCE_SCATTER), terms[:1] * 2, [0, 1], rules)
 
 
 def test_a_chunk_that_was_met_twice_is_named() -> None:

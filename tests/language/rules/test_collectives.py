@@ -57,9 +57,9 @@ def test_all_gather_unites_holds() -> None:
 
 def test_all_gather_of_rows_remembers_whose_they_were() -> None:
     for first, second in ((0b01, 0b10), (0b10, 0b01), (0b1001, 0b0110)):
-        made = meet(GATHER, activation(first), activation(second))
-        assert made == [activation(first | second)._replace(joined=((first, ()), (second, ())))] * 2
-        assert collectives.divide_cells(made[0], 2) == [(first, ()), (second, ())]
+        gathered = meet(GATHER, activation(first), activation(second))
+        assert gathered == [activation(first | second)._replace(joined=((first, ()), (second, ())))] * 2
+        assert collectives.divide_cells(gathered[0], 2) == [(first, ()), (second, ())]
 
 
 def test_rows_that_nobody_put_together_are_dealt_in_even_runs() -> None:
@@ -72,8 +72,8 @@ def test_all_reduce_unites_sums() -> None:
 
 
 def test_reduce_scatter_unites_sums_and_splits_holds() -> None:
-    made = meet(SCATTER, *[gradient(1 << n) for n in range(4)])
-    assert made == [gradient(ALL, shard(n, 4)) for n in range(4)]
+    scattered = meet(SCATTER, *[gradient(1 << n) for n in range(4)])
+    assert scattered == [gradient(ALL, shard(n, 4)) for n in range(4)]
 
 
 @given(st.permutations(range(4)), st.integers(1, 4))
@@ -238,8 +238,8 @@ def buffers(
 
 
 def exchanged(specs: list[Spec], of: int = 2) -> list[Spec]:
-    made = collective_results(Call(OpKind.ALL_TO_ALL), specs, range(len(specs)), rules(of))
-    return [spec for spec in made if spec is not None]
+    outputs = collective_results(Call(OpKind.ALL_TO_ALL), specs, range(len(specs)), rules(of))
+    return [spec for spec in outputs if spec is not None]
 
 
 def plain(specs: list[Spec]) -> list[tuple[object, int]]:
@@ -250,44 +250,44 @@ def plain(specs: list[Spec]) -> list[tuple[object, int]]:
 @st.composite
 def deals(draw: st.DrawFn) -> list[set[int]]:
     """Equally many microbatches for each rank, in any order."""
-    ranks, each = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 3))
-    chosen = draw(st.permutations(range(STEP)))
-    return [set(chosen[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    ranks, share = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 3))
+    order = draw(st.permutations(range(STEP)))
+    return [set(order[rank * share : (rank + 1) * share]) for rank in range(ranks)]
 
 
 @given(deals(), st.sampled_from([Kind.ACTIVATION, Kind.GRAD_ACTIVATION]))
 def test_dispatch_and_combine_are_each_others_reverse(dealt: list[set[int]], kind: Kind) -> None:
     ranks = len(dealt)
-    given_ = [buffers(mine, kind=kind, of=ranks) for mine in dealt]
-    there = exchanged(given_, ranks)
+    inputs = [buffers(mine, kind=kind, of=ranks) for mine in dealt]
+    dispatched = exchanged(inputs, ranks)
     if ranks > 1:
         everything = set[int]().union(*dealt)
-        assert plain(there) == plain([buffers(everything, 1 << i, kind, of=ranks) for i in range(ranks)])
-    assert exchanged(there, ranks) == given_
+        assert plain(dispatched) == plain([buffers(everything, 1 << i, kind, of=ranks) for i in range(ranks)])
+    assert exchanged(dispatched, ranks) == inputs
 
 
 @given(st.sampled_from([2, 3, 4]), st.integers(1, 3))
-def test_buffers_that_no_rank_put_together_are_dealt_in_runs(ranks: int, each: int) -> None:
-    everything = set(range(ranks * each))
-    here = exchanged([buffers(everything, 1 << i, of=ranks) for i in range(ranks)], ranks)
-    assert here == [buffers(set(range(i * each, (i + 1) * each)), of=ranks) for i in range(ranks)]
+def test_buffers_that_no_rank_put_together_are_dealt_in_runs(ranks: int, share: int) -> None:
+    everything = set(range(ranks * share))
+    combined = exchanged([buffers(everything, 1 << i, of=ranks) for i in range(ranks)], ranks)
+    assert combined == [buffers(set(range(i * share, (i + 1) * share)), of=ranks) for i in range(ranks)]
 
 
 def test_experts_make_the_slices_that_they_were_given() -> None:
     weight = Spec(form_of(Kind.WEIGHT, 1, 0, space(2), Holds(0b10, 2)))
     x, gradient = buffers({0, 3}, 0b10), buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION, 2)
     layer = rules().layers[1]
-    made, saved = layer.forward([x], weight)
-    assert made == [buffers({0, 3}, 0b10, layer=2)]
-    assert saved == buffers({0, 3}, 0b10, Kind.SAVED)
-    (own, below), follows = layer.backward(x, [gradient], weight)
-    assert own == Spec(form_of(Kind.GRAD_WEIGHT, 1, 0, space(2), Holds(0b10, 2)), mask_of({0, 3}))
-    assert below == buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION)
-    assert layer.backward_weight(x, [gradient], Spec(follows.half_form, x.cells)) == own
+    outputs, saved_spec = layer.forward([x], weight)
+    assert outputs == [buffers({0, 3}, 0b10, layer=2)]
+    assert saved_spec == buffers({0, 3}, 0b10, Kind.SAVED)
+    (grad_weight, grad_input), follows = layer.backward(x, [gradient], weight)
+    assert grad_weight == Spec(form_of(Kind.GRAD_WEIGHT, 1, 0, space(2), Holds(0b10, 2)), mask_of({0, 3}))
+    assert grad_input == buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION)
+    assert layer.backward_weight(x, [gradient], Spec(follows.half_form, x.cells)) == grad_weight
 
 
 @pytest.mark.parametrize(
-    ("given_", "said"),
+    ("specs", "expected"),
     [
         ([buffers({0}), buffers({0})], refusal_by("pieces overlap", layer=1, doubled=(0,))),
         ([buffers({0}), buffers({1, 2})], refusal_by("other tokens", layer=1)),
@@ -302,9 +302,9 @@ def test_experts_make_the_slices_that_they_were_given() -> None:
         ([buffers({0}, kind=Kind.RESIDUAL, layer=2)] * 2, refusal_by("not exchanged")),
     ],
 )
-def test_values_that_no_all_to_all_can_exchange_are_refused(given_: list[Spec], said: ExpectedRefusal) -> None:
-    with refuses(said):
-        exchanged(given_)
+def test_values_that_no_all_to_all_can_exchange_are_refused(specs: list[Spec], expected: ExpectedRefusal) -> None:
+    with refuses(expected):
+        exchanged(specs)
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER])
@@ -318,10 +318,13 @@ def test_experts_buffers_are_never_gathered() -> None:
         collective_results(Call(OpKind.ALL_GATHER), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
 
 
-def summed(term: int, *, over: tuple[str, ...] = ("ffn",)) -> list[Spec]:
+def summed(term: int, *, indices: tuple[str, ...] = ("ffn",)) -> list[Spec]:
     """Experts' results of two ranks, both terms of a sum."""
-    both = Space(STEP, 1, (("expert", 2), ("ffn", 2)))
-    forms = [form_of(Kind.ACTIVATION, 2, 0, both, slices=(("expert", 1 << i),), term=Term(over, term)) for i in (0, 1)]
+    both_indices = Space(STEP, 1, (("expert", 2), ("ffn", 2)))
+    forms = [
+        form_of(Kind.ACTIVATION, 2, 0, both_indices, slices=(("expert", 1 << i),), term=Term(indices, term))
+        for i in (0, 1)
+    ]
     return [Spec(form, 0b11) for form in forms]
 
 
@@ -340,7 +343,7 @@ def test_terms_of_other_slices_are_not_exchanged() -> None:
 
 def test_partial_attention_is_not_exchanged() -> None:
     with refuses("not exchanged", layer=2):
-        exchanged(summed(0b01, over=KEY))
+        exchanged(summed(0b01, indices=KEY))
 
 
 def test_without_experts_there_is_nothing_to_exchange() -> None:
@@ -422,7 +425,7 @@ def weight_of_two_axes(layer: int, rank: tuple[int, int]) -> Held:
 
 def reduced(values: dict[tuple[int, int], Held], along: str) -> dict[tuple[int, int], Held]:
     """All-reduced among the ranks that have the other pieces of an index; complete then, and one device's numbers."""
-    axis, made = CUT.index(along), dict[tuple[int, int], Held]()
+    axis, outputs = CUT.index(along), dict[tuple[int, int], Held]()
     for place in range(WIDTH if axis == 0 else FFN):
         members = [rank for rank in RANKS if rank[1 - axis] == place]
         specs = collective_results(
@@ -433,29 +436,29 @@ def reduced(values: dict[tuple[int, int], Held], along: str) -> dict[tuple[int, 
             assert spec is not None
             assert spec.form.term is None
             np.testing.assert_array_equal(total, whole_of(spec))
-            made[rank] = Held(spec, total)
-    return made
+            outputs[rank] = Held(spec, total)
+    return outputs
 
 
 def forward(layer: int, xs: dict[tuple[int, int], Held]) -> dict[tuple[int, int], Held]:
-    made: dict[tuple[int, int], Held] = {}
+    outputs: dict[tuple[int, int], Held] = {}
     for rank, x in xs.items():
         (spec,), _ = RULES.layers[layer].forward([x.spec], weight_of_two_axes(layer, rank).spec)
-        made[rank] = Held(spec, x.data @ weight_of_two_axes(layer, rank).data.T)
-    return made
+        outputs[rank] = Held(spec, x.data @ weight_of_two_axes(layer, rank).data.T)
+    return outputs
 
 
 def backward(
     layer: int, xs: dict[tuple[int, int], Held], gradients: dict[tuple[int, int], Held]
 ) -> dict[tuple[int, int], Held]:
     """The gradients of a layer's input; those of its weight's slices are complete."""
-    made: dict[tuple[int, int], Held] = {}
+    outputs: dict[tuple[int, int], Held] = {}
     for rank, x in xs.items():
-        gradient, own = gradients[rank], weight_of_two_axes(layer, rank)
-        (of_weight, of_input), _ = RULES.layers[layer].backward(x.spec, [gradient.spec], own.spec)
+        gradient, weight = gradients[rank], weight_of_two_axes(layer, rank)
+        (of_weight, of_input), _ = RULES.layers[layer].backward(x.spec, [gradient.spec], weight.spec)
         np.testing.assert_array_equal(gradient.data.T @ x.data, whole_of(of_weight))
-        made[rank] = Held(of_input, gradient.data @ own.data)
-    return made
+        outputs[rank] = Held(of_input, gradient.data @ weight.data)
+    return outputs
 
 
 def test_matrices_cut_along_both_indices_give_one_devices_numbers() -> None:
@@ -468,8 +471,8 @@ def test_matrices_cut_along_both_indices_give_one_devices_numbers() -> None:
     hs = reduced(up, "width")
     reduced(forward(1, hs), "ffn")
     gradients = {rank: start(Kind.GRAD_ACTIVATION, 2, rank, "width") for rank in RANKS}
-    between = reduced(backward(1, hs, gradients), "width")
-    reduced(backward(0, xs, between), "ffn")
+    grad_between = reduced(backward(1, hs, gradients), "width")
+    reduced(backward(0, xs, grad_between), "ffn")
 
 
 def test_a_term_over_the_other_index_is_not_whole() -> None:

@@ -62,14 +62,14 @@ def passes(layer: Layer, pieces: int, mask: int) -> tuple[list[Spec], list[Spec]
     weight = Spec(form_of(Kind.WEIGHT, layer.weight, 0, space, Holds(mask, pieces) if layer.cut else Holds(1, 1)))
     inputs: list[Spec] = []
     for port in layer.inputs:
-        own = indices_of(layer, port.tensor)
-        slices = tuple((index, held) for index, held in cut.items() if index in own)
+        indices = indices_of(layer, port.tensor)
+        slices = tuple((index, held_slices) for index, held_slices in cut.items() if index in indices)
         inputs.append(Spec(form_of(port.kind, port.layer, 0, space, slices=slices), CELLS))
     outputs, _ = rules.forward(inputs, weight)
     gradients = [spec._replace(form=spec.form.but(kind=GRADIENT_OF[spec.kind], term=None)) for spec in outputs]
-    (grad_weight, *made), _ = rules.backward(inputs[0], gradients, weight)
+    (grad_weight, *grad_inputs), _ = rules.backward(inputs[0], gradients, weight)
     assert grad_weight == Spec(form_of(Kind.GRAD_WEIGHT, layer.weight, 0, space, weight.holds), CELLS)
-    return inputs, outputs, gradients, made
+    return inputs, outputs, gradients, grad_inputs
 
 
 some_layers = st.sampled_from(LAYERS)
@@ -79,24 +79,26 @@ some_pieces = st.integers(2, 4).flatmap(lambda n: st.tuples(st.just(n), st.integ
 @given(some_layers, some_pieces)
 def test_gradients_of_inputs_are_what_the_transposed_layer_makes(layer: Layer, cut: tuple[int, int]) -> None:
     pieces, mask = cut
-    inputs, _, gradients, made = passes(layer, pieces, mask)
+    inputs, _, gradients, grad_inputs = passes(layer, pieces, mask)
     other, space = transposed(layer), space_of(pieces)
-    given = {port.tensor: Extent(dict(spec.form.slices)) for spec, port in zip(gradients, other.inputs, strict=True)}
-    held = layer_graph.forward(other, given, {index: mask for index in layer.cut if mask != space.full(index)}, space)
-    for read, gradient, port in zip(inputs, made, other.outputs, strict=True):
+    extents = {port.tensor: Extent(dict(spec.form.slices)) for spec, port in zip(gradients, other.inputs, strict=True)}
+    computed = layer_graph.forward(
+        other, extents, {index: mask for index in layer.cut if mask != space.full(index)}, space
+    )
+    for read, gradient, port in zip(inputs, grad_inputs, other.outputs, strict=True):
         assert gradient.kind is GRADIENT_OF[read.kind]
         assert gradient.layer == read.layer
         assert gradient.form.slices == read.form.slices, "a gradient lies as its value does"
-        assert held[port.tensor] == Extent(dict(gradient.form.slices), gradient.form.term)
+        assert computed[port.tensor] == Extent(dict(gradient.form.slices), gradient.form.term)
 
 
 @given(some_layers, some_pieces)
 def test_every_slice_of_the_weight_is_held_or_summed_on_either_side(layer: Layer, cut: tuple[int, int]) -> None:
     """A side that has the index holds these pieces of it; one that has not is these terms of a sum."""
     pieces, mask = cut
-    inputs, outputs, _, made = passes(layer, pieces, mask)
+    inputs, outputs, _, grad_inputs = passes(layer, pieces, mask)
     sides = [(spec, port.tensor) for spec, port in zip(outputs, layer.outputs, strict=True)]
-    sides += [(spec, port.tensor) for spec, port in zip(made, layer.inputs, strict=True)]
+    sides += [(spec, port.tensor) for spec, port in zip(grad_inputs, layer.inputs, strict=True)]
     for spec, tensor in sides:
         whole = not layer.cut or mask == (1 << pieces) - 1
         if whole:
@@ -106,7 +108,7 @@ def test_every_slice_of_the_weight_is_held_or_summed_on_either_side(layer: Layer
         else:
             assert spec.form.term is not None
             assert (spec.form.slices, spec.form.term.indices, spec.form.term.bits) == ((), layer.cut, mask)
-    assert all(spec.cells == CELLS for spec in (*inputs, *outputs, *made))
+    assert all(spec.cells == CELLS for spec in (*inputs, *outputs, *grad_inputs))
 
 
 def test_a_term_reaches_no_primitive_that_adds_a_gradient_of_its_own() -> None:
@@ -126,12 +128,12 @@ COLUMNS = [layer for layer in LAYERS if layer.cut and any(node.takes_own for nod
 @given(st.sampled_from(COLUMNS), some_pieces)
 def test_columns_take_their_own_of_a_complete_gradient(layer: Layer, cut: tuple[int, int]) -> None:
     pieces, mask = cut
-    inputs, _, (own,), made = passes(layer, pieces, mask)
+    inputs, _, (sliced,), expected = passes(layer, pieces, mask)
     space = space_of(pieces)
     weight = Spec(form_of(Kind.WEIGHT, layer.weight, 0, space, Holds(mask, pieces)))
-    complete = own._replace(form=own.form.but(slices=()))
-    (_, *below), _ = LayerRules(layer, space).backward(inputs[0], [complete], weight)
-    assert below == made
+    complete = sliced._replace(form=sliced.form.but(slices=()))
+    (_, *grad_inputs), _ = LayerRules(layer, space).backward(inputs[0], [complete], weight)
+    assert grad_inputs == expected
 
 
 @pytest.mark.parametrize(
@@ -151,9 +153,9 @@ def test_columns_take_their_own_of_a_complete_gradient(layer: Layer, cut: tuple[
 def test_each_sort_of_layer_holds_and_sums_as_its_table_says(
     layers: Sequence[Layer], number: int, forward: str, backward: str
 ) -> None:
-    _, outputs, _, made = passes(layers[number], 2, 0b10)
+    _, outputs, _, grad_inputs = passes(layers[number], 2, 0b10)
     assert {"held" if spec.form.term is None else "summed" for spec in outputs} == {forward}
-    assert {"held" if spec.form.term is None else "summed" for spec in made} == {backward}
+    assert {"held" if spec.form.term is None else "summed" for spec in grad_inputs} == {backward}
 
 
 # The rules of half-blocks: each op's result, and each refusal once, by its words.
@@ -174,9 +176,9 @@ ONE_SLICE, OTHER_SLICE = Holds(0b01, 2), Holds(0b10, 2)
 
 def value(kind: Kind, layer: int, cells: int = SEQUENCE, term: int = 0, slices: int = 0) -> Spec:
     """A value that the layer before makes and this one reads: of these two one is a body, and cut."""
-    (index,) = (index for its in TOY.sizes.signatures[max(0, layer - 1) : layer + 1] for index in its.cut)
-    held = {index: slices} if slices else {}
-    return TOY.spec_of(kind, layer, cells, slices=held, term=Term((index,), term) if term else None)
+    (index,) = (index for neighbour in TOY.sizes.signatures[max(0, layer - 1) : layer + 1] for index in neighbour.cut)
+    held_slices = {index: slices} if slices else {}
+    return TOY.spec_of(kind, layer, cells, slices=held_slices, term=Term((index,), term) if term else None)
 
 
 def x(layer: int, cells: int = SEQUENCE, term: int = 0, slices: int = 0) -> Spec:
@@ -233,22 +235,22 @@ def test_a_slice_may_be_counted_in_any_pieces() -> None:
 
 
 def test_backward_makes_the_slices_gradient_and_its_term_of_the_inputs() -> None:
-    made = backward(2, weight(2, ONE_SLICE), x(2), dx(3))
-    assert made == [grad_weight(2, holds=ONE_SLICE), dx(2, term=0b01)]
-    assert backward_weight(2, weight(2, ONE_SLICE), x(2), dx(3)) == made[0]
+    gradients = backward(2, weight(2, ONE_SLICE), x(2), dx(3))
+    assert gradients == [grad_weight(2, holds=ONE_SLICE), dx(2, term=0b01)]
+    assert backward_weight(2, weight(2, ONE_SLICE), x(2), dx(3)) == gradients[0]
 
 
 def test_the_head_makes_slices_of_the_logits_and_takes_these_slices_of_their_gradient() -> None:
     assert forward(6, weight(6, OTHER_SLICE), x(6)) == [x(7, slices=0b10)]
-    made = backward(6, weight(6, OTHER_SLICE), x(6), dx(7, slices=0b10))
-    assert made == backward(6, weight(6, OTHER_SLICE), x(6), dx(7)), "its own of the gradient of gathered logits"
-    assert made == [grad_weight(6, holds=OTHER_SLICE), dx(6, term=0b10)]
+    gradients = backward(6, weight(6, OTHER_SLICE), x(6), dx(7, slices=0b10))
+    assert gradients == backward(6, weight(6, OTHER_SLICE), x(6), dx(7)), "its own of the gradient of gathered logits"
+    assert gradients == [grad_weight(6, holds=OTHER_SLICE), dx(6, term=0b10)]
 
 
 def test_a_norm_works_on_any_slice_of_a_sequence() -> None:
     assert forward(3, weight(3), x(3, SECOND), r(3, SECOND)) == [x(4, SECOND), r(5, SECOND)]
-    made = backward(3, weight(3), x(3, SECOND), dx(4, SECOND), dr(5, SECOND))
-    assert made == [grad_weight(3, SECOND), dx(3, SECOND), dr(3, SECOND)]
+    gradients = backward(3, weight(3), x(3, SECOND), dx(4, SECOND), dr(5, SECOND))
+    assert gradients == [grad_weight(3, SECOND), dx(3, SECOND), dr(3, SECOND)]
 
 
 def test_the_first_norm_is_given_no_residual_and_the_last_hands_none_on() -> None:
@@ -294,11 +296,11 @@ OTHER_MICROBATCH = 0b1100
 def test_stats_of_other_tokens_are_put_together_before_those_of_other_slices_or_after() -> None:
     whole = stats(cells=BOTH)
     slices = [meet(OpKind.ALL_GATHER, stats(mask), stats(mask, OTHER_MICROBATCH))[0] for mask in (0b01, 0b10)]
-    assert [made._replace(joined=()) for made in slices] == [stats(0b01, BOTH), stats(0b10, BOTH)]
+    assert [gathered._replace(joined=()) for gathered in slices] == [stats(0b01, BOTH), stats(0b10, BOTH)]
     assert meet(OpKind.ALL_GATHER, *slices)[0]._replace(joined=()) == whole
-    made, _ = meet(OpKind.ALL_GATHER, stats(), stats(cells=OTHER_MICROBATCH))
-    assert made._replace(joined=()) == whole
-    assert [slice_of(made, place, 2) for place in (0, 1)] == [stats(), stats(cells=OTHER_MICROBATCH)]
+    gathered, _ = meet(OpKind.ALL_GATHER, stats(), stats(cells=OTHER_MICROBATCH))
+    assert gathered._replace(joined=()) == whole
+    assert [slice_of(gathered, place, 2) for place in (0, 1)] == [stats(), stats(cells=OTHER_MICROBATCH)]
 
 
 REFUSED: Refusals = {

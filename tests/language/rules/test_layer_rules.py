@@ -44,8 +44,8 @@ def test_forward_makes_the_next_activation_of_the_same_rows() -> None:
 def test_a_rule_that_was_asked_before_says_the_same_of_other_rows() -> None:
     for cells in (0b1, 0b1010, 0b1):
         assert LAYER.forward([activation(cells=cells)], weight()) == [activation(2, cells)]
-        made = LAYER.backward(activation(cells=cells), [gradient(cells=cells)], weight())
-        assert made == [grad_weight(cells), gradient(1, cells)]
+        gradients = LAYER.backward(activation(cells=cells), [gradient(cells=cells)], weight())
+        assert gradients == [grad_weight(cells), gradient(1, cells)]
 
 
 @pytest.mark.parametrize("kind", [Kind.SAVED, Kind.SAVED_FOR_WEIGHT])

@@ -28,7 +28,7 @@ def state(layer: int = 1, holds: Holds = WHOLE, step: int = 0) -> Spec:
     return TOY.spec_of(Kind.OPT_STATE, layer, 0, holds, step)
 
 
-def way(layer: int = 1, holds: Holds = WHOLE, step: int = 0) -> Spec:
+def direction(layer: int = 1, holds: Holds = WHOLE, step: int = 0) -> Spec:
     return TOY.spec_of(Kind.DIRECTION, layer, 0, holds, step)
 
 
@@ -58,15 +58,19 @@ def norm(layer: int, gradient: Spec) -> Spec:
 
 def test_a_direction_is_of_the_state_s_slices_and_the_whole_updates_a_slice() -> None:
     mine = shard(1, 4)
-    assert optimizer_step.direction(1, grad_weight(), state(holds=mine)) == way(holds=mine)
-    made = optimizer_step.update(1, grad_weight(holds=mine), weight(), state(holds=mine), None, way(), pieces=1)
-    assert made == (weight(holds=mine, step=1), state(holds=mine, step=1))
+    assert optimizer_step.direction(1, grad_weight(), state(holds=mine)) == direction(holds=mine)
+    updated = optimizer_step.update(
+        1, grad_weight(holds=mine), weight(), state(holds=mine), None, direction(), pieces=1
+    )
+    assert updated == (weight(holds=mine, step=1), state(holds=mine, step=1))
 
 
 def test_each_piece_of_experts_has_matrices_of_its_own() -> None:
     mine, expert = shard(1, 4), Holds(0b0011, 4)
-    made = optimizer_step.update(1, grad_weight(), weight(), state(holds=mine), None, way(holds=expert), pieces=2)
-    assert made[1] == state(holds=mine, step=1)
+    updated = optimizer_step.update(
+        1, grad_weight(), weight(), state(holds=mine), None, direction(holds=expert), pieces=2
+    )
+    assert updated[1] == state(holds=mine, step=1)
     assert optimizer_step.update(1, grad_weight(), weight(), state(holds=expert), pieces=2)[1].holds == expert
 
 
@@ -83,34 +87,34 @@ def test_add_unites_sums() -> None:
 @pytest.mark.parametrize("gradient", [WHOLE, shard(1, 4)])
 def test_update_moves_weight_and_state_one_step_on(gradient: Holds) -> None:
     mine = shard(1, 4)
-    made = optimizer_step.update(1, grad_weight(holds=gradient), weight(holds=mine), state(holds=mine))
-    assert made == (weight(holds=mine, step=1), state(holds=mine, step=1))
+    updated = optimizer_step.update(1, grad_weight(holds=gradient), weight(holds=mine), state(holds=mine))
+    assert updated == (weight(holds=mine, step=1), state(holds=mine, step=1))
 
 
 def test_update_compares_slices_whatever_they_are_counted_in() -> None:
-    made = optimizer_step.update(1, grad_weight(), weight(holds=Holds(0b1, 2)), state(holds=Holds(0b11, 4)))
-    assert made == (weight(holds=Holds(0b11, 4), step=1), state(holds=Holds(0b11, 4), step=1))
+    updated = optimizer_step.update(1, grad_weight(), weight(holds=Holds(0b1, 2)), state(holds=Holds(0b11, 4)))
+    assert updated == (weight(holds=Holds(0b11, 4), step=1), state(holds=Holds(0b11, 4), step=1))
 
 
 @pytest.mark.parametrize("gradient", [WHOLE, shard(1, 2), shard(3, 4)])
-@pytest.mark.parametrize("held", [WHOLE, shard(1, 2), shard(3, 4)])
-def test_update_makes_the_states_slice_of_a_weight_that_holds_more(held: Holds, gradient: Holds) -> None:
+@pytest.mark.parametrize("weight_holds", [WHOLE, shard(1, 2), shard(3, 4)])
+def test_update_makes_the_states_slice_of_a_weight_that_holds_more(weight_holds: Holds, gradient: Holds) -> None:
     mine = shard(3, 4)
-    made = optimizer_step.update(1, grad_weight(holds=gradient), weight(holds=held), state(holds=mine))
-    assert made == (weight(holds=mine, step=1), state(holds=mine, step=1))
+    updated = optimizer_step.update(1, grad_weight(holds=gradient), weight(holds=weight_holds), state(holds=mine))
+    assert updated == (weight(holds=mine, step=1), state(holds=mine, step=1))
 
 
 def test_a_program_asks_for_every_microbatch_in_every_update() -> None:
     """A cached result for one gradient does not apply to another one of the same form."""
-    given = (weight(), state())
-    assert TOY.rules.update(1, (grad_weight(), *given), 0b11) == (weight(step=1), state(step=1))
+    others = (weight(), state())
+    assert TOY.rules.update(1, (grad_weight(), *others), 0b11) == (weight(step=1), state(step=1))
     is_refused(
         (
-            lambda: TOY.rules.update(1, (grad_weight(0b111), *given), 0b11),
+            lambda: TOY.rules.update(1, (grad_weight(0b111), *others), 0b11),
             refusal_by("missing microbatches", layer=1, missing=(3,)),
         )
     )
-    is_refused((lambda: TOY.rules.update(0, (grad_weight(), *given), 0b11), refusal_by("wrong layer", layer=0)))
+    is_refused((lambda: TOY.rules.update(0, (grad_weight(), *others), 0b11), refusal_by("wrong layer", layer=0)))
 
 
 def test_the_new_slices_gathered_are_the_weight_that_was_loaded() -> None:
@@ -120,8 +124,8 @@ def test_the_new_slices_gathered_are_the_weight_that_was_loaded() -> None:
 
 
 def test_update_takes_the_norm_of_the_whole_model() -> None:
-    made = optimizer_step.update(1, grad_weight(), weight(), state(), scalar(0b1111))
-    assert made == (weight(step=1), state(step=1))
+    updated = optimizer_step.update(1, grad_weight(), weight(), state(), scalar(0b1111))
+    assert updated == (weight(step=1), state(step=1))
 
 
 @pytest.mark.parametrize(
@@ -129,8 +133,8 @@ def test_update_takes_the_norm_of_the_whole_model() -> None:
     [(WHOLE, Holds(0b010, 3)), (shard(1, 2), Holds(0b001000, 6)), (Holds(0b11, 2), Holds(0b1100, 6))],
 )
 def test_norm_is_of_the_layers_part_of_the_model(holds: Holds, parts: Holds) -> None:
-    made = optimizer_step.norm(3, 1, grad_weight(holds=holds))
-    assert (made.kind, made.holds, made.step) == (Kind.SCALAR, parts, 0)
+    part = optimizer_step.norm(3, 1, grad_weight(holds=holds))
+    assert (part.kind, part.holds, part.step) == (Kind.SCALAR, parts, 0)
 
 
 def test_the_norm_of_a_tied_weight_stands_for_both_layers() -> None:
@@ -260,16 +264,16 @@ REFUSALS: Refusals = {
     ),
     "update, a direction of a part": (
         lambda: optimizer_step.update(
-            1, grad_weight(), weight(), state(holds=shard(0, 4)), None, way(holds=Holds(0b0011, 4)), pieces=1
+            1, grad_weight(), weight(), state(holds=shard(0, 4)), None, direction(holds=Holds(0b0011, 4)), pieces=1
         ),
         refusal_by("cut matrices", layer=1, missing=(2, 3)),
     ),
     "update, another layer's direction": (
-        lambda: optimizer_step.update(1, grad_weight(), weight(), state(), None, way(0), pieces=1),
+        lambda: optimizer_step.update(1, grad_weight(), weight(), state(), None, direction(0), pieces=1),
         refusal_by("wrong layer", layer=1),
     ),
     "update, an old direction": (
-        lambda: optimizer_step.update(1, grad_weight(), weight(), state(), None, way(step=1), pieces=1),
+        lambda: optimizer_step.update(1, grad_weight(), weight(), state(), None, direction(step=1), pieces=1),
         refusal_by("wrong step", layer=1),
     ),
     "direction, elements": (

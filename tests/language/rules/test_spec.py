@@ -94,8 +94,8 @@ def test_cells_are_said_with_their_use() -> None:
     assert cells_text(0b0011, TIED) == "microbatch 0"
     gradient = form_of(Kind.GRAD_WEIGHT, 0, 0, TIED)
     assert summed_text(gradient, 0b0011) == "microbatch 0 as the embedding"
-    both = "microbatch 0 as the embedding and microbatches 0-1 as the head"
-    assert summed_text(gradient, 0b1111_0011) == both
+    text = "microbatch 0 as the embedding and microbatches 0-1 as the head"
+    assert summed_text(gradient, 0b1111_0011) == text
     assert summed_text(gradient, 0b0001_0000) == "sequence slice 0 of microbatch 0 as the head"
     assert Spec(gradient, 0b1100_0011).microbatches == 0b11
 
@@ -116,9 +116,9 @@ def test_microbatches_are_rows_for_activations_and_sums_for_gradients() -> None:
 def test_whole_sequences_are_those_of_which_no_slice_is_missing(count: int, slices: int, data: st.DataObject) -> None:
     space = Space(count, slices)
     cells = data.draw(st.integers(0, (1 << space.cells) - 1))
-    held = [{s for s in range(slices) if cells >> m * slices + s & 1} for m in range(count)]
-    assert whole_sequences(cells, space) == all(len(each) in (0, slices) for each in held)
-    assert microbatches_of(cells, space) == sum(1 << m for m in range(count) if held[m])
+    present = [{s for s in range(slices) if cells >> m * slices + s & 1} for m in range(count)]
+    assert whole_sequences(cells, space) == all(len(indices) in (0, slices) for indices in present)
+    assert microbatches_of(cells, space) == sum(1 << m for m in range(count) if present[m])
 
 
 def test_a_slice_takes_its_share_and_so_does_a_term() -> None:
@@ -139,10 +139,10 @@ def some_specs(draw: st.DrawFn) -> Spec:
     if kind in ROW_KINDS:
         cut = draw(st.sets(st.sampled_from(sorted(pieces)))) if pieces else set[str]()
         slices = tuple((index, draw(st.integers(1, space.full(index)))) for index in sorted(cut))
-        over = sorted(set(pieces) - cut)
+        uncut = sorted(set(pieces) - cut)
         terms = [st.none(), st.builds(Term, st.just(KEY), st.integers(1, (1 << space.sequence) - 1))]
-        if over:
-            terms.append(st.builds(Term, st.just((over[0],)), st.integers(1, space.full(over[0]))))
+        if uncut:
+            terms.append(st.builds(Term, st.just((uncut[0],)), st.integers(1, space.full(uncut[0]))))
         cells = draw(st.integers(1, (1 << space.cells) - 1))
         return Spec(form_of(kind, layer, step, space, slices=slices, term=draw(st.one_of(terms))), cells)
     of = draw(st.integers(1, 5))
@@ -164,8 +164,8 @@ def test_any_spec_reads_as_a_name_and_what_is_to_be_said_of_it(spec: Spec) -> No
 
 @given(some_specs())
 def test_equal_forms_are_one_object_however_they_were_made(spec: Spec) -> None:
-    again = form_of(*spec.form.key())  # pyright: ignore[reportArgumentType]
-    assert again is spec.form
+    form = form_of(*spec.form.key())  # pyright: ignore[reportArgumentType]
+    assert form is spec.form
     assert spec.form.but(step=spec.step + 1).but(step=spec.step) is spec.form
     assert pickle.loads(pickle.dumps(spec)).form is spec.form
 
@@ -184,20 +184,20 @@ def pieces(draw: st.DrawFn) -> tuple[Space, dict[str, int]]:
 
 
 @given(pieces())
-def test_pieces_are_the_flat_slices_of_their_tuples(drawn: tuple[Space, dict[str, int]]) -> None:
-    space, held = drawn
+def test_pieces_are_the_flat_slices_of_their_tuples(case: tuple[Space, dict[str, int]]) -> None:
+    space, masks = case
     of = flat_slices(CUT, space)
     tuples = product(*[range(space.count(index)) for index in CUT])
-    inside = [all(held[index] >> piece & 1 for index, piece in zip(CUT, each, strict=True)) for each in tuples]
-    flat = flat_of_pieces(held, CUT, space).refined(of)
-    assert flat == Holds(sum(1 << place for place, is_in in enumerate(inside) if is_in), of)
+    is_held = [all(masks[index] >> piece & 1 for index, piece in zip(CUT, numbers, strict=True)) for numbers in tuples]
+    flat = flat_of_pieces(masks, CUT, space).refined(of)
+    assert flat == Holds(sum(1 << place for place, is_in in enumerate(is_held) if is_in), of)
 
 
 @given(pieces())
-def test_flat_slices_are_the_pieces_that_they_were_made_of(drawn: tuple[Space, dict[str, int]]) -> None:
-    space, held = drawn
-    partial = {index: mask for index, mask in held.items() if mask != space.full(index)}
-    flat = flat_of_pieces(held, CUT, space).refined(flat_slices(CUT, space))
+def test_flat_slices_are_the_pieces_that_they_were_made_of(case: tuple[Space, dict[str, int]]) -> None:
+    space, masks = case
+    partial = {index: mask for index, mask in masks.items() if mask != space.full(index)}
+    flat = flat_of_pieces(masks, CUT, space).refined(flat_slices(CUT, space))
     assert pieces_of_flat(flat, CUT, space) == partial
 
 
@@ -246,16 +246,18 @@ class Ranks:
         values = [[(self.spec(Kind.ACTIVATION, 0), x)] * self.slices]
         whole = [x]
         for l, matrix in enumerate(self.matrices):
-            values.append(self.handed_on([self.forward(l, i, given) for i, given in enumerate(values[l])], l + 1))
+            values.append(self.handed_on([self.forward(l, i, value) for i, value in enumerate(values[l])], l + 1))
             whole.append(whole[l] @ matrix)
             assert self.equal(values[-1], whole[-1])
         gradients = [(self.spec(Kind.GRAD_ACTIVATION, len(self.sorts)), whole[-1] + 1)] * self.slices
         expected = whole[-1] + 1
         for l in reversed(range(len(self.sorts))):
-            made = [self.backward(l, i, values[l][i], gradients[i]) for i in range(self.slices)]
-            gradients = self.handed_on([below for _, below in made], l)
+            results = [self.backward(l, i, values[l][i], gradients[i]) for i in range(self.slices)]
+            gradients = self.handed_on([grad_input for _, grad_input in results], l)
             cut = 1 if self.sorts[l] == COLUMN else 0
-            assert np.array_equal(np.concatenate([own for own, _ in made], cut), whole[l].T @ expected)
+            assert np.array_equal(
+                np.concatenate([grad_weight for grad_weight, _ in results], cut), whole[l].T @ expected
+            )
             expected = expected @ self.matrices[l].T
             assert self.equal(gradients, expected)
 
@@ -267,34 +269,34 @@ class Ranks:
         spec = self.toy.spec_of(Kind.WEIGHT, layer, 0, shard(place, self.slices))
         return spec, np.split(self.matrices[layer], self.slices, cut)[place]
 
-    def forward(self, layer: int, place: int, given: Made) -> Made:
+    def forward(self, layer: int, place: int, value: Made) -> Made:
         spec, matrix = self.weight(layer, place)
-        (made,) = self.toy.layer(layer).forward([given[0]], spec)
-        return made, given[1] @ matrix
+        (output,) = self.toy.layer(layer).forward([value[0]], spec)
+        return output, value[1] @ matrix
 
     def backward(self, layer: int, place: int, x: Made, gradient: Made) -> tuple[np.ndarray, Made]:
         spec, matrix = self.weight(layer, place)
         rules = self.toy.layer(layer)
-        own, below = rules.backward(x[0], [gradient[0]], spec)
-        assert own == self.toy.spec_of(Kind.GRAD_WEIGHT, layer, self.cells, spec.holds)
+        grad_weight, grad_input = rules.backward(x[0], [gradient[0]], spec)
+        assert grad_weight == self.toy.spec_of(Kind.GRAD_WEIGHT, layer, self.cells, spec.holds)
         half = rules.saved(x[0], spec, Kind.SAVED_FOR_WEIGHT)
-        assert rules.backward_weight(x[0], [gradient[0]], half) == own
+        assert rules.backward_weight(x[0], [gradient[0]], half) == grad_weight
         dy = gradient[1]
         if self.sorts[layer] == COLUMN and not gradient[0].form.slices:
             dy = np.split(dy, self.slices, 1)[place]
-        return x[1].T @ dy, (below, dy @ matrix.T)
+        return x[1].T @ dy, (grad_input, dy @ matrix.T)
 
-    def handed_on(self, made: list[Made], number: int) -> list[Made]:
+    def handed_on(self, outputs: list[Made], number: int) -> list[Made]:
         """What the ranks go on with: united, unless the reader takes slices (a row, or below a row a column)."""
-        spec = made[0][0]
-        beside = bool(spec.form.slices)
-        reader, wanted = (number, ROW) if spec.kind is Kind.ACTIVATION else (number - 1, COLUMN)
-        if beside and 0 <= reader < len(self.sorts) and self.sorts[reader] == wanted:
-            return made
-        verb = OpKind.ALL_GATHER if beside else OpKind.ALL_REDUCE
-        arrays = [array for _, array in made]
-        whole = np.concatenate(arrays, 1) if beside else np.sum(arrays, 0)
-        return [(spec, whole) for spec in self.toy.meet(verb, *[spec for spec, _ in made])]
+        spec = outputs[0][0]
+        is_sliced = bool(spec.form.slices)
+        reader, sort = (number, ROW) if spec.kind is Kind.ACTIVATION else (number - 1, COLUMN)
+        if is_sliced and 0 <= reader < len(self.sorts) and self.sorts[reader] == sort:
+            return outputs
+        verb = OpKind.ALL_GATHER if is_sliced else OpKind.ALL_REDUCE
+        arrays = [array for _, array in outputs]
+        whole = np.concatenate(arrays, 1) if is_sliced else np.sum(arrays, 0)
+        return [(spec, whole) for spec in self.toy.meet(verb, *[spec for spec, _ in outputs])]
 
     def pieces(self, spec: Spec) -> set[int]:
         """The features that a value holds: all, or slices along one index."""
@@ -302,11 +304,11 @@ class Ranks:
             return set(bits(mask))
         return set(range(self.slices))
 
-    def equal(self, held: list[Made], whole: np.ndarray) -> bool:
+    def equal(self, values: list[Made], whole: np.ndarray) -> bool:
         parts = np.split(whole, self.slices, 1)
         return all(
             np.array_equal(array, np.concatenate([part for i, part in enumerate(parts) if i in self.pieces(spec)], 1))
-            for spec, array in held
+            for spec, array in values
         )
 
 
@@ -332,12 +334,12 @@ def test_heads_are_neither_gathered_nor_mixed_with_others() -> None:
 def test_a_row_takes_its_own_slices_and_a_column_its_own_of_a_complete_gradient() -> None:
     toy = Toy(sizes_of([COLUMN, ROW, COLUMN]), Mesh(tp=2), 1)
     weight = toy.spec_of(Kind.WEIGHT, 1, 0, shard(0, 2))
-    said = refusal_by("other pieces", layer=1)
-    for held in ({}, {"ffn": 0b10}):
-        with refuses(said):
-            toy.layer(1).forward([toy.spec_of(Kind.ACTIVATION, 1, 0b11, slices=held)], weight)
+    expected = refusal_by("other pieces", layer=1)
+    for slices in ({}, {"ffn": 0b10}):
+        with refuses(expected):
+            toy.layer(1).forward([toy.spec_of(Kind.ACTIVATION, 1, 0b11, slices=slices)], weight)
     column, x = toy.spec_of(Kind.WEIGHT, 2, 0, shard(0, 2)), toy.spec_of(Kind.ACTIVATION, 2, 0b11)
-    whole, own = (toy.spec_of(Kind.GRAD_ACTIVATION, 3, 0b11, slices=held) for held in ({}, {"ffn": 0b01}))
-    assert toy.layer(2).backward(x, [whole], column) == toy.layer(2).backward(x, [own], column)
+    whole, sliced = (toy.spec_of(Kind.GRAD_ACTIVATION, 3, 0b11, slices=slices) for slices in ({}, {"ffn": 0b01}))
+    assert toy.layer(2).backward(x, [whole], column) == toy.layer(2).backward(x, [sliced], column)
     with refuses("other pieces", layer=2):
         toy.layer(2).backward(x, [toy.spec_of(Kind.GRAD_ACTIVATION, 3, 0b11, slices={"ffn": 0b10})], column)

@@ -36,8 +36,8 @@ class ToyLayer:
 
     def saved(self, first: Spec, weight: Spec, kind: Kind = Kind.SAVED) -> Spec:
         """What autograd keeps of a layer of one input, or what is left of it between the halves."""
-        _, saved = self.rules.forward([first], weight)
-        return saved._replace(form=saved.form.but(kind=kind))
+        _, spec = self.rules.forward([first], weight)
+        return spec._replace(form=spec.form.but(kind=kind))
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ class Toy:
 
     def meet(self, kind: OpKind, *members: Spec, ranks: Sequence[int] = ()) -> list[Spec]:
         """What each member of a collective receives."""
-        made = collective_results(Call(kind), members, ranks or range(len(members)), self.rules)
-        return [spec for spec in made if spec is not None]
+        results = collective_results(Call(kind), members, ranks or range(len(members)), self.rules)
+        return [spec for spec in results if spec is not None]
 
 
 def matrices(sorts: Sequence[str]) -> tuple[Layer, ...]:
     """Layers that are one matrix each, cut along what it makes (`column`) or along what it reads (`row`)."""
-    written: list[LayerDefinition] = []
+    definitions: list[LayerDefinition] = []
     for l, sort in enumerate(sorts):
-        read, made = ("width", "ffn") if l % 2 == 0 else ("ffn", "width")
-        node = Node(sort, {"x": read}, {"x": made}, {"w": f"{made} {read}"}, takes_own=sort == "column")
-        written.append((sort, [node], (made if sort == "column" else read,)))
-    return build_layers(written)
+        source, result = ("width", "ffn") if l % 2 == 0 else ("ffn", "width")
+        node = Node(sort, {"x": source}, {"x": result}, {"w": f"{result} {source}"}, takes_own=sort == "column")
+        definitions.append((sort, [node], (result if sort == "column" else source,)))
+    return build_layers(definitions)
 
 
 def shard(n: int, of: int) -> Holds:
