@@ -40,33 +40,33 @@ def shared_gradients(rank: int, job: Job) -> tuple[int, list[str]]:
     """How many backward passes there were in a step, and those that gave a gradient which shares its
     memory with another value, or with what the second half of the pass reads."""
     executor = executor_of(rank, job)
-    state, seen = executor.state, list[str]()
+    state, shared = executor.state, list[str]()
     count = 0
 
-    def after(at: int, instruction: Callable[[], None]) -> Callable[[], None]:
+    def watch(at: int, instruction: Callable[[], None]) -> Callable[[], None]:
         op = state.tape[at]
-        made = [number for number in op.outputs if state.specs[number].kind in GRADIENTS and op.layer > 0]
+        gradients = [number for number in op.outputs if state.specs[number].kind in GRADIENTS and op.layer > 0]
 
         def run() -> None:
             nonlocal count
             instruction()
-            count += len(made)
-            others: list[Any] = [value for number, value in enumerate(state.values) if number not in made]
+            count += len(gradients)
+            others: list[Any] = [value for number, value in enumerate(state.values) if number not in gradients]
             if op.kind is OpKind.BACKWARD_INPUT:
-                waiting: DeferredGradients = state.values[op.outputs[-1]]
-                others += [tensor for _, *both in waiting for tensor in both]
-            memories = {each.untyped_storage().data_ptr() for each in others if isinstance(each, Tensor)}
-            for number in made:
+                deferred: DeferredGradients = state.values[op.outputs[-1]]
+                others += [tensor for _, *pair in deferred for tensor in pair]
+            memories = {other.untyped_storage().data_ptr() for other in others if isinstance(other, Tensor)}
+            for number in gradients:
                 memory = state.values[number].untyped_storage().data_ptr()
                 if memory in memories:
-                    seen.append(str(op))
+                    shared.append(str(op))
                 memories.add(memory)
 
         return run if op.kind in BACKWARDS else instruction
 
-    executor.instructions = [after(at, instruction) for at, instruction in enumerate(executor.instructions)]
+    executor.instructions = [watch(at, instruction) for at, instruction in enumerate(executor.instructions)]
     executor.step()
-    return count, seen
+    return count, shared
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def shared_gradients(rank: int, job: Job) -> tuple[int, list[str]]:
     ids=str,
 )
 def test_a_gradient_is_memory_of_its_own(ranks: World, strategy: str | Plan, size: int, model: Blocks) -> None:
-    for count, seen in ranks(size).call(shared_gradients, Job(strategy, size, 4, model, 2)):
+    for count, shared in ranks(size).call(shared_gradients, Job(strategy, size, 4, model, 2)):
         assert count
-        assert not seen
+        assert not shared
 
 
 LAYOUT = GPT(layers=2, hidden_size=16, heads=2, seq_len=8).layout(1)

@@ -67,20 +67,20 @@ def test_directions_of_cut_matrices_stay_on_the_device(name: str, monkeypatch: p
 
 def step_on_meta(plan: Plan, model: Blocks, optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of which nothing is read back but the gradient's norm."""
-    asked: list[int] = []
+    read_scalars: list[int] = []
 
     def number(state: State, scalar: int) -> float:
-        asked.append(scalar)
+        read_scalars.append(scalar)
         return 1.0
 
     def one_by_one(messages: list[dist.P2POp]) -> list[dist.Work | None]:
-        return [each.op(each.tensor, each.peer) for each in messages]
+        return [message.op(message.tensor, message.peer) for message in messages]
 
     monkeypatch.setattr(State, "number", number)
     monkeypatch.setattr(dist, "batch_isend_irecv", one_by_one)  # torch asks the device's backend what it can
     job = Job(plan, plan.mesh.world, 4, model, 2, optimizer=optimizer)
     batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
     settings = Settings(device=torch.device("meta"), optimizer=OptimizerConfig(optimizer=optimizer))
-    made: Tensor = Executor(job.checked(), 0, job.cut, batches, settings, "gloo").step()
-    assert made.device.type == "meta"
-    assert len(set(asked)) == 1, "the norm alone is read"
+    loss: Tensor = Executor(job.checked(), 0, job.cut, batches, settings, "gloo").step()
+    assert loss.device.type == "meta"
+    assert len(set(read_scalars)) == 1, "the norm alone is read"

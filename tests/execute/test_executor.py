@@ -44,26 +44,26 @@ def analysis(name: str, ranks: int, layers: int, microbatches: int) -> Analysis:
 
 
 def test_fsdp_lives_in_one_gather_buffer() -> None:
-    found = analysis("fsdp", 4, 6, 4)
-    assert found.slots == 1
+    result = analysis("fsdp", 4, 6, 4)
+    assert result.slots == 1
 
 
 def test_strategies_with_whole_weights_need_no_gather_buffer() -> None:
-    found = analysis("ddp", 4, 3, 4)
-    assert found.slots == 0
-    assert not found.halved
+    result = analysis("ddp", 4, 3, 4)
+    assert result.slots == 0
+    assert not result.halved
 
 
 def test_gradients_accumulate_in_the_backward_that_makes_them() -> None:
-    found = analysis("grad-accum", 1, 2, 4)
-    adds = [at for at, op in enumerate(found.tape) if op.kind is OpKind.ADD]
+    result = analysis("grad-accum", 1, 2, 4)
+    adds = [at for at, op in enumerate(result.tape) if op.kind is OpKind.ADD]
     assert len(adds) == 2 * 3
-    assert set(found.in_place.fused) == set(adds)
+    assert set(result.in_place.fused) == set(adds)
 
 
 def test_all_reduce_works_in_place_when_nobody_reads_its_input_again() -> None:
-    found = analysis("ddp", 4, 3, 4)
-    assert {at for at, op in enumerate(found.tape) if op.kind is OpKind.ALL_REDUCE} <= found.in_place.first_input
+    result = analysis("ddp", 4, 3, 4)
+    assert {at for at, op in enumerate(result.tape) if op.kind is OpKind.ALL_REDUCE} <= result.in_place.first_input
 
 
 def analysis_of(function: Strategy, ranks: int, layers: int, microbatches: int) -> Analysis:
@@ -72,9 +72,9 @@ def analysis_of(function: Strategy, ranks: int, layers: int, microbatches: int) 
 
 def test_a_weight_that_is_gathered_may_go_between_the_halves() -> None:
     """Even if it is the same one in the forward pass and in the first half, which is given it anew."""
-    found = analysis_of(user_programs.split_fsdp, 2, 3, 2)
-    assert found.slots == 1
-    assert len(found.halved) == 3
+    result = analysis_of(user_programs.split_fsdp, 2, 3, 2)
+    assert result.slots == 1
+    assert len(result.halved) == 3
     kept_whole = analysis_of(gathered_once, 2, 2, 2)
     assert len(kept_whole.halved) == 2
     assert analysis_of(user_programs.split, 2, 3, 2).slots == 0
@@ -91,8 +91,8 @@ async def gathered_once(rank: Rank) -> None:
     last = len(rank.layers)
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
     for l in reversed(rank.layers):
-        given = rank.activations[l], rank.grad_activations[l + 1]
-        rank.grad_activations[l] = rank.backward_input(l, *given, rank.weights.pop(("full", l)))
+        inputs = rank.activations[l], rank.grad_activations[l + 1]
+        rank.grad_activations[l] = rank.backward_input(l, *inputs, rank.weights.pop(("full", l)))
     for l in rank.layers:
         gradient = rank.backward_weight(l, rank.activations.pop(l), rank.grad_activations.pop(l + 1))
         total = await rank.reduce_scatter(gradient)
@@ -100,32 +100,32 @@ async def gathered_once(rank: Rank) -> None:
 
 
 def test_a_new_weight_is_gathered_into_the_place_of_the_old_one() -> None:
-    found = analysis_of(user_programs.zero_1, 2, 3, 2)
-    gathers = [op.outputs[0] for op in found.tape if op.kind is OpKind.ALL_GATHER]
-    assert found.kept_weights.arriving == set(gathers) == set(found.kept_weights.final)
-    assert found.slots == 0
+    result = analysis_of(user_programs.zero_1, 2, 3, 2)
+    gathers = [op.outputs[0] for op in result.tape if op.kind is OpKind.ALL_GATHER]
+    assert result.kept_weights.arriving == set(gathers) == set(result.kept_weights.final)
+    assert result.slots == 0
 
 
-def ends_there(found: Analysis, root: int) -> int:
+def ends_there(result: Analysis, root: int) -> int:
     """When the last value ends that lies in the memory of one."""
-    ends = ending_ops(found.tape)
-    return max(ends[number] for number in (root, *found.homes) if found.homes.get(number, number) == root)
+    ends = ending_ops(result.tape)
+    return max(ends[number] for number in (root, *result.homes) if result.homes.get(number, number) == root)
 
 
 @pytest.mark.parametrize("program", CARRIED)
 def test_a_buffer_is_emptied_when_the_last_value_ends_that_lies_there(program: Strategy) -> None:
     """Also what an update has written there, and all slices."""
-    found = analysis_of(program, 2, 2, 2)
-    assert found.kept_weights.copied_updates
-    for root, slot in found.slot.items():
-        assert found.empties[ends_there(found, root)] == slot
+    result = analysis_of(program, 2, 2, 2)
+    assert result.kept_weights.copied_updates
+    for root, slot in result.slot.items():
+        assert result.empties[ends_there(result, root)] == slot
 
 
 def test_weight_halves_accumulate_where_they_are_made() -> None:
-    found = analysis_of(user_programs.split, 2, 2, 6)
-    adds = {at for at, op in enumerate(found.tape) if op.kind is OpKind.ADD}
+    result = analysis_of(user_programs.split, 2, 2, 6)
+    adds = {at for at, op in enumerate(result.tape) if op.kind is OpKind.ADD}
     assert len(adds) == 2 * 2
-    assert set(found.in_place.fused) == adds
+    assert set(result.in_place.fused) == adds
 
 
 async def reads_the_sum_and_the_part(rank: Rank) -> None:
@@ -140,9 +140,9 @@ async def reads_the_sum_and_the_part(rank: Rank) -> None:
 
 
 def test_all_reduce_copies_what_is_read_again() -> None:
-    found = Analysis(check(trace(reads_the_sum_and_the_part, 2, 1, 2)), 0)
-    reduces = [at for at, op in enumerate(found.tape) if op.kind is OpKind.ALL_REDUCE]
-    assert [at in found.in_place.first_input for at in reduces] == [False, True]
+    result = Analysis(check(trace(reads_the_sum_and_the_part, 2, 1, 2)), 0)
+    reduces = [at for at, op in enumerate(result.tape) if op.kind is OpKind.ALL_REDUCE]
+    assert [at in result.in_place.first_input for at in reduces] == [False, True]
 
 
 def live_tensors_after_a_step(rank: int, strategy: Strategy, ranks: int) -> list[str]:
@@ -185,9 +185,9 @@ def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
         Settings(optimizer=OptimizerConfig(schedule_steps=2, warmup_steps=1)),
     )
     state = executor.state
-    held: list[int] = []
+    measured: list[int] = []
     for instruction in executor.instructions:
-        held.append(sum(buffer.untyped_storage().nbytes() // buffer.itemsize for buffer in state.buffers))
+        measured.append(sum(buffer.untyped_storage().nbytes() // buffer.itemsize for buffer in state.buffers))
         if not state.batch:
             state.batch = {m: executor.batches.microbatch(0, m) for m in state.microbatches}
             state.tokens = executor.batches.counted(0, 4)
@@ -200,14 +200,14 @@ def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
             live += state.shapes.flat[op.layer]
         if op.kind is OpKind.FREE and op.inputs[0] in state.analysis.slot:
             live -= state.shapes.flat[state.specs[op.inputs[0]].layer]
-    return held, expected
+    return measured, expected
 
 
 @pytest.mark.starts_ranks
 def test_gathered_weights_have_memory_from_their_gather_to_their_free_and_no_longer(ranks: World) -> None:
-    for held, expected in ranks(2).call(elements_in_buffers):
-        assert held == expected
-        assert max(held) > 0
+    for measured, expected in ranks(2).call(elements_in_buffers):
+        assert measured == expected
+        assert max(measured) > 0
 
 
 def moved_by_tiny_steps(rank: int) -> float:
@@ -216,10 +216,10 @@ def moved_by_tiny_steps(rank: int) -> float:
     batches = Batches(Corpus.from_text(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, 4, 0)
     config = OptimizerConfig(learning_rate=1e-9, schedule_steps=2, warmup_steps=1)
     executor = Executor(checked, rank, MODEL, batches, Settings(optimizer=config))
-    before = torch.cat([*executor.state.kept.values()])
+    start = torch.cat([*executor.state.kept.values()])
     executor.rehearse(batches, executor.instructions)
     executor.step()
-    return float((torch.cat([*executor.state.kept.values()]) - before).abs().max())
+    return float((torch.cat([*executor.state.kept.values()]) - start).abs().max())
 
 
 @pytest.mark.starts_ranks
@@ -233,8 +233,8 @@ async def one_f_one_b_with_blocking_receives(rank: Rank) -> None:
     rank.weights[0], rank.opt_states[0] = rank.load_weights(stage)
 
     async def forward(m: int) -> None:
-        given = await rank.recv(source=0, expect=("activations", 1, m)) if last else rank.load_batch([m])
-        rank.activations["in", m] = given
+        value = await rank.recv(source=0, expect=("activations", 1, m)) if last else rank.load_batch([m])
+        rank.activations["in", m] = value
         rank.activations["out", m] = rank.forward(stage, rank.activations["in", m], rank.weights[0])
         if not last:
             rank.send(rank.activations.pop(("out", m)), to=1)
@@ -311,9 +311,9 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         assert func.overloadpacket is not torch.ops.aten._local_scalar_dense, "a capture asks no device for a number"
-        made = func(*args, **kwargs)
-        self._calls.append((func, args, kwargs, made))
-        return made
+        result = func(*args, **kwargs)
+        self._calls.append((func, args, kwargs, result))
+        return result
 
     def capture(self, ops: Callable[[], None]) -> None:
         with self:
@@ -325,9 +325,9 @@ class RecordedGraph(TorchDispatchMode):
             self._ran = False
             return
         with torch.no_grad():
-            for func, args, kwargs, made in self._calls:
-                again = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+            for func, args, kwargs, result in self._calls:
+                new_result = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(result), tree_leaves(new_result), strict=True):
                     if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
@@ -360,13 +360,13 @@ def trained(ours: Executor) -> tuple[list[float], list[float], list[Tensor]]:
 def test_replayed_steps_have_the_numbers_of_issued_ones(model: Blocks, precision: str) -> None:
     numbers = find_precision(precision)
     issued, captured = executor(model, precision=numbers), executor(model, precision=numbers, cuda_graph=True)
-    expected, found = trained(issued), trained(captured)
+    expected, replayed = trained(issued), trained(captured)
     assert captured.graph is not None
     assert captured.graph.replays == STEPS - FIRST_STEPS
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    assert found[1] == pytest.approx(expected[1], rel=1e-4)
+    assert replayed[0] == pytest.approx(expected[0], rel=1e-5)
+    assert replayed[1] == pytest.approx(expected[1], rel=1e-4)
     rtol, atol = (1e-4, 1e-5) if precision == "fp32" else (2**-7, 2**-12)  # weights are rounded to 8 bits
-    for ours, theirs in zip(found[2], expected[2], strict=True):
+    for ours, theirs in zip(replayed[2], expected[2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
@@ -380,13 +380,15 @@ def test_a_number_that_the_host_keeps_back_is_seen(forgotten: str, monkeypatch: 
         if state.step == FIRST_STEPS:
             plain(inputs, state)
             return
-        kept = inputs.rate.clone(), [each.clone() for pair in inputs.batch.values() for each in pair]
+        old_inputs = inputs.rate.clone(), [tensor.clone() for pair in inputs.batch.values() for tensor in pair]
         plain(inputs, state)
         if forgotten == "rate":
-            inputs.rate.copy_(kept[0])
+            inputs.rate.copy_(old_inputs[0])
         else:
-            for there, old in zip((each for pair in inputs.batch.values() for each in pair), kept[1], strict=True):
-                there.copy_(old)
+            for current, old in zip(
+                (tensor for pair in inputs.batch.values() for tensor in pair), old_inputs[1], strict=True
+            ):
+                current.copy_(old)
 
     monkeypatch.setattr(StepInputs, "fill", fill)
     assert trained(executor(cuda_graph=True))[0] != pytest.approx(expected, rel=1e-5)
@@ -400,10 +402,10 @@ def test_a_replayed_step_whose_gradient_is_not_finite_is_left_out() -> None:
     first = next(iter(ours.state.kept.values()))
     good = first.clone()
     first.fill_(math.inf)
-    before = [each.clone() for each in ours.state.kept.values()]
+    old_weights = [weight.clone() for weight in ours.state.kept.values()]
     ours.step()
     assert not ours.state.finite
-    assert all(torch.equal(a, b) for a, b in zip(ours.state.kept.values(), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours.state.kept.values(), old_weights, strict=True))
     first.copy_(good)
     ours.step()
     assert ours.state.finite
@@ -455,8 +457,8 @@ def test_a_cpu_captures_nothing() -> None:
 @pytest.mark.parametrize("length", [0, 3, (1 << 20) + 5])
 def test_squares_are_summed_in_float64_and_the_gradient_stays(length: int, dtype: torch.dtype) -> None:
     gradient = torch.arange(length, dtype=dtype) / 1024
-    before = gradient.clone()
-    found = sum_of_squares(gradient)
-    assert (found.shape, found.dtype) == ((1,), torch.float64)
-    assert float(found) == pytest.approx(float((before.double() ** 2).sum()))
-    assert torch.equal(gradient, before)
+    copy = gradient.clone()
+    squares = sum_of_squares(gradient)
+    assert (squares.shape, squares.dtype) == ((1,), torch.float64)
+    assert float(squares) == pytest.approx(float((copy.double() ** 2).sum()))
+    assert torch.equal(gradient, copy)

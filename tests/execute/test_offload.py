@@ -23,23 +23,23 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_tensor_elsewhere_has_the_numbers_that_are_copied_there(place: str) -> None:
-    given = torch.arange(6, dtype=torch.float64).view(2, 3)
-    there = tensor_at(place, given.shape, given.dtype, CPU)
-    copy(there, given)()
-    given.zero_()
-    assert there.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert there.dtype is torch.float64
+    source = torch.arange(6, dtype=torch.float64).view(2, 3)
+    target = tensor_at(place, source.shape, source.dtype, CPU)
+    copy(target, source)()
+    source.zero_()
+    assert target.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert target.dtype is torch.float64
 
 
 def test_the_disk_has_a_file_of_the_tensors_size_and_no_name_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    room = storage_at("disk", 5_000_000, CPU)
+    storage = storage_at("disk", 5_000_000, CPU)
     assert list(tmp_path.iterdir()) == []
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     first, last = (int(end, 16) for end in mapped[0].split()[0].split("-"))
-    assert last - first >= room.nbytes() == 5_000_000
+    assert last - first >= storage.nbytes() == 5_000_000
 
 
 def test_a_file_takes_its_room_at_once_also_where_the_system_has_no_call_for_it(
@@ -47,16 +47,16 @@ def test_a_file_takes_its_room_at_once_also_where_the_system_has_no_call_for_it(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delattr(os, "posix_fallocate")
-    taken: list[int] = []
+    allocated: list[int] = []
     unlink = os.unlink
 
-    def gone(path: str) -> None:
-        taken.append(512 * os.stat(path).st_blocks)
+    def record_unlink(path: str) -> None:
+        allocated.append(512 * os.stat(path).st_blocks)
         unlink(path)
 
-    monkeypatch.setattr(os, "unlink", gone)
+    monkeypatch.setattr(os, "unlink", record_unlink)
     assert storage_at("disk", 3_000_001, CPU).nbytes() == 3_000_001
-    assert taken[0] >= 3_000_001
+    assert allocated[0] >= 3_000_001
 
 
 def test_parked_tensors_have_no_memory_and_get_their_numbers_back() -> None:

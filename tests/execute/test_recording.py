@@ -24,7 +24,7 @@ pytestmark = pytest.mark.starts_ranks
 
 def watched(rank: int) -> list[tuple[str, bool, bool]]:
     """Return for each communication whether its end is known before any wait, and lies before it."""
-    stopwatch, seen = HostStopwatch(), list[tuple[str, bool, bool]]()
+    stopwatch, observations = HostStopwatch(), list[tuple[str, bool, bool]]()
     whole, piece = torch.ones(64), torch.empty(32)
     starts: dict[str, Callable[[], Any]] = {
         "all_reduce": partial(dist.all_reduce, whole, async_op=True),
@@ -32,19 +32,19 @@ def watched(rank: int) -> list[tuple[str, bool, bool]]:
         "message": partial(dist.isend, whole, 1) if rank == 0 else partial(dist.irecv, whole, 0),
     }
     for name, start in starts.items():
-        wait, over = stopwatch.watch(start(), batched=False)
+        wait, end_of = stopwatch.watch(start(), batched=False)
         until = time.perf_counter() + PATIENCE
-        while over() is None and time.perf_counter() < until:
+        while end_of() is None and time.perf_counter() < until:
             time.sleep(0.001)
-        waited, end = time.perf_counter(), over()
+        waited, end = time.perf_counter(), end_of()
         wait()
-        seen.append((name, end is not None, end is not None and end <= waited))
-    return seen
+        observations.append((name, end is not None, end is not None and end <= waited))
+    return observations
 
 
 def test_the_end_of_a_communication_is_known_without_waiting_for_it(ranks: Callable[[int], Ranks]) -> None:
-    for seen in ranks(2).call(watched):
-        assert [name for name, known, before in seen if not (known and before)] == []
+    for observations in ranks(2).call(watched):
+        assert [name for name, is_known, is_before in observations if not (is_known and is_before)] == []
 
 
 class Lost:
@@ -58,10 +58,10 @@ class Lost:
 
 
 def test_a_failure_is_heard_where_the_rank_waits_and_has_no_end() -> None:
-    wait, over = HostStopwatch().watch(Lost(), batched=False)
+    wait, end_of = HostStopwatch().watch(Lost(), batched=False)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         wait()
-    assert over() is None
+    assert end_of() is None
 
 
 def test_threads_that_wait_are_used_again() -> None:
@@ -69,10 +69,10 @@ def test_threads_that_wait_are_used_again() -> None:
         def wait(self) -> None:
             pass
 
-    stopwatch, before = HostStopwatch(), threading.active_count()
+    stopwatch, thread_count = HostStopwatch(), threading.active_count()
     for _ in range(50):
-        wait, over = stopwatch.watch(Done(), batched=False)
+        wait, end_of = stopwatch.watch(Done(), batched=False)
         wait()
         time.sleep(0.002)
-        assert over() is not None
-    assert threading.active_count() - before < 10
+        assert end_of() is not None
+    assert threading.active_count() - thread_count < 10

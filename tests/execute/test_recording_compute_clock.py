@@ -27,9 +27,9 @@ def executor() -> Executor:
     return Executor(job.checked(), 0, job.cut, batches, Settings())
 
 
-@pytest.mark.parametrize(("slow", "which"), [(OpKind.FORWARD, 0), (OpKind.BACKWARD, 1), (OpKind.UPDATE, None)])
+@pytest.mark.parametrize(("slow", "expected"), [(OpKind.FORWARD, 0), (OpKind.BACKWARD, 1), (OpKind.UPDATE, None)])
 def test_an_op_counts_where_it_belongs(
-    executor: Executor, slow: OpKind, which: int | None, monkeypatch: pytest.MonkeyPatch
+    executor: Executor, slow: OpKind, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -44,7 +44,7 @@ def test_an_op_counts_where_it_belongs(
     executor.step()
     seconds = clock.read()
     for direction, took in enumerate(seconds):
-        assert took == (len(places) if direction == which else 0)
+        assert took == (len(places) if direction == expected else 0)
     assert clock.read() == (0.0, 0.0)
 
 
@@ -60,14 +60,14 @@ WAYS = st.tuples(st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-2))
 """Seconds there, and back."""
 
 
-@given(ways=st.lists(WAYS, min_size=1, max_size=8), lead=st.floats(-1e3, 1e3))
-def test_an_estimate_is_no_further_from_the_truth_than_its_bound(ways: list[tuple[float, float]], lead: float) -> None:
-    rounds = [(there + back, lead + there - (there + back) / 2) for there, back in ways]
-    found = estimate(rounds)
-    assert found.bound == min(there + back for there, back in ways) / 2
-    assert abs(found.seconds - lead) <= 2 * found.bound + 1e-9
-    if found.seconds:
-        assert abs(found.seconds - lead) <= found.bound + 1e-9
+@given(trips=st.lists(WAYS, min_size=1, max_size=8), lead=st.floats(-1e3, 1e3))
+def test_an_estimate_is_no_further_from_the_truth_than_its_bound(trips: list[tuple[float, float]], lead: float) -> None:
+    rounds = [(forth + back, lead + forth - (forth + back) / 2) for forth, back in trips]
+    offset = estimate(rounds)
+    assert offset.bound == min(forth + back for forth, back in trips) / 2
+    assert abs(offset.seconds - lead) <= 2 * offset.bound + 1e-9
+    if offset.seconds:
+        assert abs(offset.seconds - lead) <= offset.bound + 1e-9
 
 
 def offset(rank: int) -> ClockOffset:

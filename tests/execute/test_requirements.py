@@ -15,7 +15,7 @@ from shardlab.train.job import Job
 CHECKED = Job("single", 1, 1, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 1).checked()
 
 
-def nothing(name: str) -> None:
+def find_none(name: str) -> None:
     """There is nothing of this name."""
 
 
@@ -28,11 +28,11 @@ def test_a_compiler_is_looked_for_where_torch_looks(monkeypatch: pytest.MonkeyPa
 
 
 def test_kernels_of_a_gpu_need_triton_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardlab.execute.requirements.find_spec", nothing)
+    monkeypatch.setattr("shardlab.execute.requirements.find_spec", find_none)
     with pytest.raises(UserError, match="package triton, which is not installed here"):
         want_compilable(CHECKED, "cuda")
     monkeypatch.setattr("shardlab.execute.requirements.find_spec", bool)
-    monkeypatch.setattr("shardlab.execute.requirements.which", nothing)
+    monkeypatch.setattr("shardlab.execute.requirements.which", find_none)
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(UserError, match="needs a C compiler, and gcc is not here; install one, name another in CC"):
         want_compilable(CHECKED, "cuda")
@@ -57,8 +57,8 @@ def test_the_commands_refuse_before_they_start_ranks(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*words.split(), "--compile"]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    lines = [line for line in said.splitlines() if "under way for" not in line]  # a busy machine says that it works
+    error = capsys.readouterr().err
+    assert sentence in error
+    lines = [line for line in error.splitlines() if "under way for" not in line]  # a busy machine says that it works
     assert len(lines) == 1
     assert not list(tmp_path.iterdir())

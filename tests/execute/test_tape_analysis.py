@@ -50,16 +50,16 @@ def steps_of(rank: int, job: Job, program: Checked) -> Steps:
         losses = [float(executor.step()[0]) for _ in range(2)]
         storages.peak = storages.live
         losses.append(float(executor.step()[0]))
-    weights = torch.cat([kept.flatten() for kept in executor.state.kept.values()])
+    weights = torch.cat([weight.flatten() for weight in executor.state.kept.values()])
     return Steps(losses, weights, storages.peak, executor.state.arena.whole.nbytes)
 
 
 def with_and_without(rank: int, job: Job, passes: str) -> tuple[Steps, Steps]:
-    before = run_named(job.checked(), passes)[-1].checked
-    after = run_named(before, "arena")[-1].checked
-    plain = steps_of(rank, job, before)
+    original = run_named(job.checked(), passes)[-1].checked
+    with_arena = run_named(original, "arena")[-1].checked
+    plain = steps_of(rank, job, original)
     gc.collect()
-    return plain, steps_of(rank, job, after)
+    return plain, steps_of(rank, job, with_arena)
 
 
 @pytest.mark.parametrize("axis", ["cp", "tp"])
@@ -104,10 +104,10 @@ def test_gradients_lie_side_by_side_where_other_values_are_wider_than_they() -> 
 
     arena = ArenaTensors(program, 0, Mock(shape=shape), dtype, torch.device("cpu"), None)
     ends: dict[int, int] = {}
-    for number, each in arena.tensors.items():
+    for number, tensor in arena.tensors.items():
         whole = arena.side_by_side[number].data_ptr()
-        assert each.data_ptr() == ends.get(whole, whole)
-        ends[whole] = each.data_ptr() + each.nbytes
+        assert tensor.data_ptr() == ends.get(whole, whole)
+        ends[whole] = tensor.data_ptr() + tensor.nbytes
     assert len(ends) == 2
 
 
@@ -126,11 +126,11 @@ def test_gradients_lie_side_by_side_where_other_values_are_wider_than_they() -> 
 )
 def test_an_arena_changes_no_bit_and_takes_no_more_memory(ranks: World, name: str, precision: str, passes: str) -> None:
     job = Job(name, 2, 4, MODEL, 2, precision)
-    for plain, after in ranks(2).call(with_and_without, job, passes):
-        assert plain.losses == after.losses
-        assert torch.equal(plain.weights, after.weights)
-        assert after.arena > plain.arena == 0
-        assert after.peak <= 1.06 * plain.peak  # within an op tensors come and go that no value stands for
+    for plain, with_arena in ranks(2).call(with_and_without, job, passes):
+        assert plain.losses == with_arena.losses
+        assert torch.equal(plain.weights, with_arena.weights)
+        assert with_arena.arena > plain.arena == 0
+        assert with_arena.peak <= 1.06 * plain.peak  # within an op tensors come and go that no value stands for
 
 
 def tracked(rank: int, job: Job) -> tuple[list[int], list[int]]:

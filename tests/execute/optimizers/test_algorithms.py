@@ -33,27 +33,27 @@ def test_steps_equal_those_of_torchs_classes(kind: str, fused: bool, dtype: torc
     start = [torch.randn(5, dtype=dtype) for _ in range(3)]
     ours, theirs = ([tensor.clone() for tensor in start] for _ in range(2))
     mine: TensorOptimizer
-    its: torch.optim.Optimizer
+    reference: torch.optim.Optimizer
     if kind == "adamw":
         mine = AdamW(groups_of(ours), 0.1, (0.9, 0.95), 1e-8, fused=fused)
-        its = torch.optim.AdamW(groups_of(theirs), lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+        reference = torch.optim.AdamW(groups_of(theirs), lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=fused)
     else:
         momentum = 0.9 if kind == "sgd" else 0.0
         mine = SGD(groups_of(ours), 0.1, momentum, fused=fused)
-        its = torch.optim.SGD(groups_of(theirs), lr=0.1, momentum=momentum, fused=fused)
+        reference = torch.optim.SGD(groups_of(theirs), lr=0.1, momentum=momentum, fused=fused)
     for step in range(3):
         for a, b in zip(ours, theirs, strict=True):
             a.grad = torch.randn(5, dtype=dtype) if step != 1 or a is not ours[1] else None  # one has none in a step
             b.grad = None if a.grad is None else a.grad.clone()
-        for optimizer in (mine, its):
+        for optimizer in (mine, reference):
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 / (step + 1)
             optimizer.step()
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
-        kept, expected = mine.state[a], its.state[b]
-        assert kept.keys() == expected.keys()
-        for name, value in kept.items():
+        state, expected = mine.state[a], reference.state[b]
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
             assert value.dtype == expected[name].dtype
             assert torch.equal(value, expected[name])
 
@@ -75,15 +75,15 @@ def test_an_update_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_steps_by_the_sign_of_what_it_mixes() -> None:
     torch.manual_seed(0)
-    rate, (by, kept), decay = 0.1, (0.9, 0.99), 0.5
+    rate, (beta1, beta2), decay = 0.1, (0.9, 0.99), 0.5
     weight = torch.randn(7, dtype=torch.float64)
     expected, moment = weight.clone(), torch.zeros(7, dtype=torch.float64)
-    lion = Lion([{"params": [weight], "weight_decay": decay}], rate, (by, kept))
+    lion = Lion([{"params": [weight], "weight_decay": decay}], rate, (beta1, beta2))
     for _ in range(4):
         weight.grad = torch.randn(7, dtype=torch.float64)
-        mixed = by * moment + (1 - by) * weight.grad
+        mixed = beta1 * moment + (1 - beta1) * weight.grad
         expected = expected - rate * (mixed.sign() + decay * expected)
-        moment = kept * moment + (1 - kept) * weight.grad
+        moment = beta2 * moment + (1 - beta2) * weight.grad
         lion.step()
     assert torch.allclose(weight, expected, rtol=0, atol=1e-14)
 
@@ -111,9 +111,9 @@ def test_it_is_torch_s_muon_to_the_bit(shape: tuple[int, int], dtype: torch.dtyp
 def test_float64_is_not_rounded_to_bfloat16() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(6, 9, dtype=torch.float64)
-    found = orthogonal(matrix)
-    assert found.dtype is torch.float64
-    assert torch.allclose(found, orthogonal(matrix.float()).double(), rtol=0, atol=0.05)
-    values: torch.Tensor = torch.linalg.svdvals(found)
+    result = orthogonal(matrix)
+    assert result.dtype is torch.float64
+    assert torch.allclose(result, orthogonal(matrix.float()).double(), rtol=0, atol=0.05)
+    values: torch.Tensor = torch.linalg.svdvals(result)
     assert values.min() > 0.6
     assert values.max() < 1.3

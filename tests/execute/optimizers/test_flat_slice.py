@@ -37,50 +37,52 @@ def test_slices_updated_apart_equal_the_whole_updated_at_once(cuts: int, decayed
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "muon"])
 def test_a_layer_without_parameters_is_stepped(optimizer: Optimizer) -> None:
-    nothing = torch.empty(0)
-    kept = Slice([nothing], [0], [], OptimizerConfig(optimizer, clip=1.0, ema=0.9))
-    stepped(kept, torch.empty(0, dtype=torch.bfloat16), 0, 4.0)
-    kept.make_moments(1)
-    kept.carry([torch.empty(0)])
-    assert not len(kept.flat)
-    assert not kept.moments
+    empty = torch.empty(0)
+    weight_slice = Slice([empty], [0], [], OptimizerConfig(optimizer, clip=1.0, ema=0.9))
+    stepped(weight_slice, torch.empty(0, dtype=torch.bfloat16), 0, 4.0)
+    weight_slice.make_moments(1)
+    weight_slice.carry([torch.empty(0)])
+    assert not len(weight_slice.flat)
+    assert not weight_slice.moments
 
 
 def test_only_the_front_of_a_buffer_decays() -> None:
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
-    kept = Slice([torch.ones(6, dtype=torch.float64)], [0], [(0, 4)], config)
-    stepped(kept, torch.zeros(6, dtype=torch.float64), 0)
-    assert torch.allclose(kept.flat, torch.tensor([0.95] * 4 + [1.0] * 2, dtype=torch.float64))
+    weight_slice = Slice([torch.ones(6, dtype=torch.float64)], [0], [(0, 4)], config)
+    stepped(weight_slice, torch.zeros(6, dtype=torch.float64), 0)
+    assert torch.allclose(weight_slice.flat, torch.tensor([0.95] * 4 + [1.0] * 2, dtype=torch.float64))
 
 
 def test_a_slice_of_two_ranges_decays_each_where_it_lies() -> None:
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
-    kept = Slice([torch.ones(2, dtype=torch.float64) for _ in range(2)], [0, 6], [(0, 7)], config)
-    stepped(kept, torch.zeros(4, dtype=torch.float64), 0)
-    assert torch.allclose(kept.flat, torch.tensor([0.95, 0.95, 0.95, 1.0], dtype=torch.float64))
+    weight_slice = Slice([torch.ones(2, dtype=torch.float64) for _ in range(2)], [0, 6], [(0, 7)], config)
+    stepped(weight_slice, torch.zeros(4, dtype=torch.float64), 0)
+    assert torch.allclose(weight_slice.flat, torch.tensor([0.95, 0.95, 0.95, 1.0], dtype=torch.float64))
 
 
 def test_every_decayed_run_decays() -> None:
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
-    kept = Slice([torch.ones(8, dtype=torch.float64)], [0], [(0, 1), (4, 6)], config)
-    stepped(kept, torch.zeros(8, dtype=torch.float64), 0)
-    assert torch.allclose(kept.flat, torch.tensor([0.95, 1, 1, 1, 0.95, 0.95, 1, 1], dtype=torch.float64))
+    weight_slice = Slice([torch.ones(8, dtype=torch.float64)], [0], [(0, 1), (4, 6)], config)
+    stepped(weight_slice, torch.zeros(8, dtype=torch.float64), 0)
+    assert torch.allclose(weight_slice.flat, torch.tensor([0.95, 1, 1, 1, 0.95, 0.95, 1, 1], dtype=torch.float64))
 
 
-def given_to_the_optimizer(kept: Slice, gradient: torch.Tensor, squared_norm: float | None) -> torch.Tensor | None:
+def given_to_the_optimizer(
+    weight_slice: Slice, gradient: torch.Tensor, squared_norm: float | None
+) -> torch.Tensor | None:
     """The gradient that an update's optimizer sees; None if it sees none."""
-    seen: list[torch.Tensor] = []
+    step_gradients: list[torch.Tensor] = []
 
     def step() -> None:
         gradients = [
-            p.grad for optimizer in kept.optimizers for group in optimizer.param_groups for p in group["params"]
+            p.grad for optimizer in weight_slice.optimizers for group in optimizer.param_groups for p in group["params"]
         ]
-        seen.append(torch.cat(gradients).clone())
+        step_gradients.append(torch.cat(gradients).clone())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept.optimizers[0], "step", step)
-        stepped(kept, gradient, 0, squared_norm)
-    return seen[0] if seen else None
+        patch.setattr(weight_slice.optimizers[0], "step", step)
+        stepped(weight_slice, gradient, 0, squared_norm)
+    return step_gradients[0] if step_gradients else None
 
 
 @given(st.floats(0.01, 100), st.integers(1, 20), st.floats(0, 1000))
@@ -88,38 +90,38 @@ def test_clipping_is_that_of_torch(clip: float, size: int, others: float) -> Non
     """`others` is the part of the squared norm that lies in other slices and layers."""
     torch.manual_seed(size)
     mine, theirs = torch.randn(size, dtype=torch.float64), torch.tensor([others**0.5], dtype=torch.float64)
-    kept = Slice([torch.zeros_like(mine)], [0], [(0, size)], OptimizerConfig(clip=clip))
-    seen = given_to_the_optimizer(kept, mine, float(mine.square().sum() + theirs.square().sum()))
-    parameters = [torch.zeros_like(each).requires_grad_() for each in (mine, theirs)]
+    weight_slice = Slice([torch.zeros_like(mine)], [0], [(0, size)], OptimizerConfig(clip=clip))
+    clipped = given_to_the_optimizer(weight_slice, mine, float(mine.square().sum() + theirs.square().sum()))
+    parameters = [torch.zeros_like(tensor).requires_grad_() for tensor in (mine, theirs)]
     for parameter, gradient in zip(parameters, (mine, theirs), strict=True):
         parameter.grad = gradient.clone()
     torch.nn.utils.clip_grad_norm_(parameters, clip)
-    assert seen is not None
+    assert clipped is not None
     assert parameters[0].grad is not None
-    assert torch.allclose(seen, parameters[0].grad, rtol=1e-14, atol=0)
-    assert float(seen.norm()) <= clip
+    assert torch.allclose(clipped, parameters[0].grad, rtol=1e-14, atol=0)
+    assert float(clipped.norm()) <= clip
 
 
 def test_a_small_gradient_and_one_without_a_limit_stay_as_they_are() -> None:
     gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
     for config in (OptimizerConfig(clip=5.1), OptimizerConfig()):
-        kept = Slice([torch.zeros_like(gradient)], [0], [], config)
-        seen = given_to_the_optimizer(kept, gradient, 25.0)
-        assert seen is not None
-        assert torch.equal(seen, gradient)
+        weight_slice = Slice([torch.zeros_like(gradient)], [0], [], config)
+        clipped = given_to_the_optimizer(weight_slice, gradient, 25.0)
+        assert clipped is not None
+        assert torch.equal(clipped, gradient)
 
 
 @pytest.mark.parametrize("squared_norm", [float("nan"), float("inf")])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_an_update_is_left_out_if_the_norm_is_not_finite(squared_norm: float, clip: float | None) -> None:
-    kept = Slice([torch.ones(4, dtype=torch.float64)], [0], [(0, 4)], OptimizerConfig(clip=clip))
-    stepped(kept, torch.ones(4, dtype=torch.float64), 0, squared_norm)
-    assert torch.equal(kept.flat, torch.ones(4, dtype=torch.float64))
-    assert not kept.moments
+    weight_slice = Slice([torch.ones(4, dtype=torch.float64)], [0], [(0, 4)], OptimizerConfig(clip=clip))
+    stepped(weight_slice, torch.ones(4, dtype=torch.float64), 0, squared_norm)
+    assert torch.equal(weight_slice.flat, torch.ones(4, dtype=torch.float64))
+    assert not weight_slice.moments
 
 
 def test_an_update_writes_where_the_weights_lie() -> None:
     whole = torch.ones(8, dtype=torch.float64)
-    kept = Slice([whole[2:4], whole[6:7]], [2, 6], [(0, 8)], OptimizerConfig(learning_rate=0.1, warmup_steps=1))
-    stepped(kept, torch.ones(3, dtype=torch.float64), 0)
+    weight_slice = Slice([whole[2:4], whole[6:7]], [2, 6], [(0, 8)], OptimizerConfig(learning_rate=0.1, warmup_steps=1))
+    stepped(weight_slice, torch.ones(3, dtype=torch.float64), 0)
     assert [i for i, w in enumerate(whole) if w != 1] == [2, 3, 6]

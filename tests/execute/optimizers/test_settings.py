@@ -93,14 +93,14 @@ def test_constant_stays() -> None:
 
 @given(st.sampled_from(SCHEDULES), st.integers(0, 50), st.integers(1, 200), st.integers(0, 200), st.floats(0.01, 1))
 def test_every_schedule_rises_then_falls_between_its_bounds(
-    schedule: Schedule, warmup: int, after: int, decay: int, least: float
+    schedule: Schedule, warmup: int, other_steps: int, decay: int, lowest: float
 ) -> None:
-    steps = warmup + after
-    factors = [rate_factor(schedule, step, steps, warmup, min(decay, after), least) for step in range(steps + 3)]
+    steps = warmup + other_steps
+    factors = [rate_factor(schedule, step, steps, warmup, min(decay, other_steps), lowest) for step in range(steps + 3)]
     assert factors[:warmup] == sorted(factors[:warmup])
     assert factors[warmup:] == sorted(factors[warmup:], reverse=True)
     assert all(0 < factor <= 1 for factor in factors)
-    assert factors[-1] == pytest.approx(1.0 if schedule == "constant" or not decay else least)
+    assert factors[-1] == pytest.approx(1.0 if schedule == "constant" or not decay else lowest)
 
 
 @pytest.mark.parametrize(
@@ -117,23 +117,23 @@ def test_an_optimizer_uses_the_settings_of_its_rows(optimizer: Optimizer, name: 
         for _ in range(9):
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
-            for each in optimizers:
-                each.step()
+            for tensor_optimizer in optimizers:
+                tensor_optimizer.step()
         return weights
 
     default = OptimizerConfig(optimizer, learning_rate=0.1)
     changed = replace(default, **{name: value})
-    same = all(map(torch.equal, trained(default), trained(changed)))
+    is_same = all(map(torch.equal, trained(default), trained(changed)))
     assert USED_WITH[name][0] == "optimizer"
-    assert same == (optimizer not in USED_WITH[name][1])
+    assert is_same == (optimizer not in USED_WITH[name][1])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_uses_the_settings_of_its_rows(schedule: Schedule) -> None:
     default = OptimizerConfig(learning_rate_schedule=schedule)
     (name,) = (name for name, (decider, _) in USED_WITH.items() if decider == "learning_rate_schedule")
-    same = rates(default, *range(200)) == rates(replace(default, **{name: 0.5}), *range(200))
-    assert same == (schedule not in USED_WITH[name][1])
+    is_same = rates(default, *range(200)) == rates(replace(default, **{name: 0.5}), *range(200))
+    assert is_same == (schedule not in USED_WITH[name][1])
 
 
 @pytest.mark.parametrize(

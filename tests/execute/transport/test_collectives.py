@@ -28,7 +28,7 @@ World = Callable[[int], Ranks]
 LENGTH = 5
 
 
-def _given(rank: int, size: int) -> Tensor:
+def _inputs_of(rank: int, size: int) -> Tensor:
     """Numbers of which the sum depends on the order."""
     return torch.randn(size, LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
 
@@ -36,16 +36,16 @@ def _given(rank: int, size: int) -> Tensor:
 def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """What a rank receives of two sums that are under way at once, and of a gather between them."""
     group = GlooTransport(cast(Any, dist.new_group(list(range(size)))))
-    summed, again = torch.empty(LENGTH), torch.empty(LENGTH)
+    summed, doubled = torch.empty(LENGTH), torch.empty(LENGTH)
     gathered = torch.empty(size * LENGTH)
     works = [
-        group.reduce_scatter([summed], [_given(rank, size).flatten()]),
-        group.all_gather([gathered], [_given(rank, size)[rank]]),
-        group.reduce_scatter([again], [2 * _given(rank, size).flatten()]),
+        group.reduce_scatter([summed], [_inputs_of(rank, size).flatten()]),
+        group.all_gather([gathered], [_inputs_of(rank, size)[rank]]),
+        group.reduce_scatter([doubled], [2 * _inputs_of(rank, size).flatten()]),
     ]
     for work in reversed(works):
         work.wait()
-    assert torch.equal(again, 2 * summed)
+    assert torch.equal(doubled, 2 * summed)
     return summed, gathered
 
 
@@ -53,53 +53,53 @@ def summed(rank: int, size: int) -> list[Tensor]:
     """Two small sums that are under way at once, and one that is too large for messages."""
     group = GlooTransport(cast(Any, dist.new_group(list(range(size)))))
     large = torch.full((MOST_BYTES_BY_MESSAGES // 4 + 1,), float(rank))
-    given = [_given(rank, size)[0], 2 * _given(rank, size)[0], large, torch.empty(0)]
-    works = [group.all_reduce(each) for each in (given[:2], given[2:3], given[3:])]
+    tensors = [_inputs_of(rank, size)[0], 2 * _inputs_of(rank, size)[0], large, torch.empty(0)]
+    works = [group.all_reduce(group_tensors) for group_tensors in (tensors[:2], tensors[2:3], tensors[3:])]
     for work in works:
         work.wait()
-    return given
+    return tensors
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_small_sums_are_in_group_order_on_all_ranks(ranks: World, size: int) -> None:
-    expected = _given(0, size)[0]
+    expected = _inputs_of(0, size)[0]
     for rank in range(1, size):
-        expected += _given(rank, size)[0]
-    for first, second, large, nothing in ranks(size).call(summed, size):
+        expected += _inputs_of(rank, size)[0]
+    for first, second, large, empty in ranks(size).call(summed, size):
         assert torch.equal(first, expected)
         assert torch.equal(second, 2 * expected)
         assert torch.equal(large, torch.full_like(large, size * (size - 1) / 2))
-        assert not len(nothing)
+        assert not len(empty)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_are_in_group_order_and_gathers_whole(ranks: World, size: int) -> None:
-    given = [_given(rank, size) for rank in range(size)]
-    whole = torch.cat([given[rank][rank] for rank in range(size)])
+    inputs = [_inputs_of(rank, size) for rank in range(size)]
+    whole = torch.cat([inputs[rank][rank] for rank in range(size)])
     for rank, (summed, gathered) in enumerate(ranks(size).call(exchanged, size)):
-        expected = given[0][rank].clone()
-        for each in given[1:]:
-            expected += each[rank]
+        expected = inputs[0][rank].clone()
+        for tensor in inputs[1:]:
+            expected += tensor[rank]
         assert torch.equal(summed, expected)
         assert torch.equal(gathered, whole)
 
 
 def without_elements(rank: int) -> int:
     """Take part in each collective of nothing, as for a layer without parameters."""
-    nothing, size = torch.empty(0), dist.get_world_size()
+    empty, size = torch.empty(0), dist.get_world_size()
     works: list[Any] = []
     for group in (transport_of(cast(Any, dist.group.WORLD)), GlooTransport(cast(Any, dist.group.WORLD))):
         works += [
-            group.all_reduce([nothing]),
-            group.all_gather([nothing], [nothing]),
-            group.reduce_scatter([nothing], [nothing]),
-            group.all_to_all([nothing], [nothing]),
-            group.broadcast([nothing], 0),
-            group.scatter([nothing], [] if rank else [nothing], 0),
-            group.gather([] if rank else [nothing], [nothing], 0),
+            group.all_reduce([empty]),
+            group.all_gather([empty], [empty]),
+            group.reduce_scatter([empty], [empty]),
+            group.all_to_all([empty], [empty]),
+            group.broadcast([empty], 0),
+            group.scatter([empty], [] if rank else [empty], 0),
+            group.gather([] if rank else [empty], [empty], 0),
         ]
         if rank < 2:
-            works.append(group.recv([nothing], 0) if rank else group.send([nothing], 1))
+            works.append(group.recv([empty], 0) if rank else group.send([empty], 1))
     for work in works:
         work.wait()
     return size
@@ -144,11 +144,11 @@ def meeting(groups: set[Group], ranks: int) -> Program:
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=8))
 def test_every_group_is_made_once_and_no_rank_is_in_two_of_a_round(ranks: list[list[int]]) -> None:
-    groups = {group_among(tuple(each)) for each in ranks}
-    made = group_rounds(meeting(groups, 6))
-    assert sorted(map(str, (group for each in made for group in each))) == sorted(map(str, groups))
-    for each in made:
-        members = [rank for group in each for rank in group.ranks]
+    groups = {group_among(tuple(members)) for members in ranks}
+    rounds = group_rounds(meeting(groups, 6))
+    assert sorted(map(str, (group for round_ in rounds for group in round_))) == sorted(map(str, groups))
+    for round_ in rounds:
+        members = [rank for group in round_ for rank in group.ranks]
         assert len(set(members)) == len(members)
 
 
@@ -165,24 +165,24 @@ def met(rank: int, ranks: tuple[int, ...], shares_memory: bool) -> dict[str, Ten
         group, members, root = group_among(ranks), len(ranks), ranks[-1]
         links = Communicator(meeting({group, group_among(tuple(sorted(ranks)))}, members), rank)
         whole, is_root = terms(rank, members), rank == root
-        made = {name: torch.zeros(members, LENGTH_of_groups) for name in ("all_gather", "gather", "all_to_all")}
-        made |= {name: torch.zeros(LENGTH_of_groups) for name in ("reduce_scatter", "scatter")}
-        made |= {"all_reduce": whole.clone(), "broadcast": whole.clone()}
+        results = {name: torch.zeros(members, LENGTH_of_groups) for name in ("all_gather", "gather", "all_to_all")}
+        results |= {name: torch.zeros(LENGTH_of_groups) for name in ("reduce_scatter", "scatter")}
+        results |= {"all_reduce": whole.clone(), "broadcast": whole.clone()}
         transport = links.transports[group]
         place = ranks.index(root)
         works = [
-            transport.all_gather([made["all_gather"]], [whole[0]]),
-            transport.gather([made["gather"].flatten()] if is_root else [], [whole[0]], place),
-            transport.all_to_all([made["all_to_all"]], [whole]),
-            transport.reduce_scatter([made["reduce_scatter"]], [whole.flatten()]),
-            transport.scatter([made["scatter"]], [whole.flatten()] if is_root else [], place),
-            transport.all_reduce([made["all_reduce"]]),
-            transport.broadcast([made["broadcast"]], place),
+            transport.all_gather([results["all_gather"]], [whole[0]]),
+            transport.gather([results["gather"].flatten()] if is_root else [], [whole[0]], place),
+            transport.all_to_all([results["all_to_all"]], [whole]),
+            transport.reduce_scatter([results["reduce_scatter"]], [whole.flatten()]),
+            transport.scatter([results["scatter"]], [whole.flatten()] if is_root else [], place),
+            transport.all_reduce([results["all_reduce"]]),
+            transport.broadcast([results["broadcast"]], place),
             transport.barrier(),
         ]
         for work in works:
             work.wait()
-        return made
+        return results
 
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["in shared memory", "by gloo"])
@@ -191,20 +191,20 @@ def test_pieces_and_sums_are_in_the_order_in_which_ranks_are_named(
     ranks: World, order: tuple[int, ...], shares_memory: bool
 ) -> None:
     members = len(order)
-    given = [terms(rank, members) for rank in order]
-    total = given[0].clone()
-    for each in given[1:]:
-        total += each
-    for rank, made in enumerate(ranks(members).call(met, order, shares_memory)):
+    inputs = [terms(rank, members) for rank in order]
+    total = inputs[0].clone()
+    for tensor in inputs[1:]:
+        total += tensor
+    for rank, results in enumerate(ranks(members).call(met, order, shares_memory)):
         place = order.index(rank)
-        firsts = torch.stack([each[0] for each in given])
-        assert torch.equal(made["all_gather"], firsts)
-        assert torch.equal(made["gather"], firsts if rank == order[-1] else torch.zeros_like(firsts))
-        assert torch.equal(made["all_to_all"], torch.stack([each[place] for each in given]))
-        assert torch.equal(made["reduce_scatter"], total[place])
-        assert torch.equal(made["scatter"], given[-1][place])
-        assert torch.equal(made["all_reduce"], total)
-        assert torch.equal(made["broadcast"], given[-1])
+        firsts = torch.stack([tensor[0] for tensor in inputs])
+        assert torch.equal(results["all_gather"], firsts)
+        assert torch.equal(results["gather"], firsts if rank == order[-1] else torch.zeros_like(firsts))
+        assert torch.equal(results["all_to_all"], torch.stack([tensor[place] for tensor in inputs]))
+        assert torch.equal(results["reduce_scatter"], total[place])
+        assert torch.equal(results["scatter"], inputs[-1][place])
+        assert torch.equal(results["all_reduce"], total)
+        assert torch.equal(results["broadcast"], inputs[-1])
 
 
 def test_a_torch_that_sorts_ranks_makes_no_group_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

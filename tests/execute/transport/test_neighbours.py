@@ -91,10 +91,10 @@ def _values(rank: int, number: int, size: int) -> Tensor:
 
 def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
     """What comes of collectives on two groups and messages around the ranks, waited for in an order of this rank's."""
-    here = Neighbours.current
-    assert here is not None
-    assert all(other in here for other in range(size) if other != rank)
-    with patch.object(Neighbours, "current", here if shared else None):
+    connected = Neighbours.current
+    assert connected is not None
+    assert all(other in connected for other in range(size) if other != rank)
+    with patch.object(Neighbours, "current", connected if shared else None):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]
         groups = [(_world(), size)]
         groups.append((transport_of(cast(Any, dist.new_group(pair, use_local_synchronization=True))), 2))
@@ -103,43 +103,43 @@ def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
         works: list[Any] = []
         for number in range(12):
             group, members = kinds.choice(groups)
-            given = [_values(rank, number, members), _values(rank, number + 50, members)]
+            inputs = [_values(rank, number, members), _values(rank, number + 50, members)]
             root = kinds.randrange(members)
             is_root = rank == (root if members == size else pair[root])
             wholes, pieces, gathered = (
-                [torch.zeros(elements) for _ in given]
+                [torch.zeros(elements) for _ in inputs]
                 for elements in (members * LENGTH, LENGTH, members * members * LENGTH)
             )
             match kinds.choice(KINDS):
                 case "all_reduce":
-                    results += given
-                    works.append(group.all_reduce(given))
+                    results += inputs
+                    works.append(group.all_reduce(inputs))
                 case "reduce":
-                    results += given if is_root else []
-                    works.append(group.reduce(given, root, Reduction.MAX))
+                    results += inputs if is_root else []
+                    works.append(group.reduce(inputs, root, Reduction.MAX))
                 case "all_gather":
                     results += gathered
-                    works.append(group.all_gather(gathered, given))
+                    works.append(group.all_gather(gathered, inputs))
                 case "reduce_scatter":
                     results += pieces
-                    works.append(group.reduce_scatter(pieces, given))
+                    works.append(group.reduce_scatter(pieces, inputs))
                 case "all_to_all":
                     results += wholes
-                    works.append(group.all_to_all(wholes, given))
+                    works.append(group.all_to_all(wholes, inputs))
                 case "broadcast":
-                    results += given
-                    works.append(group.broadcast(given, root))
+                    results += inputs
+                    works.append(group.broadcast(inputs, root))
                 case "scatter":
                     results += pieces
-                    works.append(group.scatter(pieces, given if is_root else [], root))
+                    works.append(group.scatter(pieces, inputs if is_root else [], root))
                 case "gather":
                     results += gathered
-                    works.append(group.gather(gathered if is_root else [], given, root))
+                    works.append(group.gather(gathered if is_root else [], inputs, root))
                 case "barrier":
                     works.append(group.barrier())
                 case _:
                     results.append(wholes[0])
-                    works += [send(given[0], (rank + 1) % size), recv(wholes[0], (rank - 1) % size)]
+                    works += [send(inputs[0], (rank + 1) % size), recv(wholes[0], (rank - 1) % size)]
         random.Random(seed + rank + 1).shuffle(works)
         for work in works:
             work.wait()
@@ -178,7 +178,7 @@ LARGE = 2**18
 def ahead_of_a_slow_reader(rank: int) -> float:
     """Rank 0 sends faster than rank 1 receives: how much of the memory that it shares it has written, in messages."""
     connect_neighbours(LIMIT)  # to memory of which nothing is written
-    before = _shared_bytes()
+    start = _shared_bytes()
     tensor = torch.ones(LARGE)
     for _ in range(60):
         if rank == 0:
@@ -186,31 +186,31 @@ def ahead_of_a_slow_reader(rank: int) -> float:
         else:
             time.sleep(0.002)
             recv(tensor, 0).wait()
-    return (_shared_bytes() - before) / tensor.nbytes
+    return (_shared_bytes() - start) / tensor.nbytes
 
 
 def one_gives(rank: int) -> float:
     """Rank 0 gives, and does so faster than rank 1 takes: how much it has written, in messages."""
     connect_neighbours(LIMIT)
-    before = _shared_bytes()
-    tensor, both, world = torch.ones(LARGE), torch.ones(2 * LARGE), _world()
+    start_bytes = _shared_bytes()
+    tensor, pair, world = torch.ones(LARGE), torch.ones(2 * LARGE), _world()
     starts: list[Callable[[], Any]] = [
         lambda: world.broadcast([tensor], 0),
-        lambda: world.scatter([tensor], [] if rank else [both], 0),
-        lambda: world.gather([both] if rank else [], [tensor], 1),
+        lambda: world.scatter([tensor], [] if rank else [pair], 0),
+        lambda: world.gather([pair] if rank else [], [tensor], 1),
         lambda: world.reduce([tensor], 1),
     ]
     for start in starts:
         for _ in range(20):
             time.sleep(0.002 * rank)
             start().wait()
-    return (_shared_bytes() - before) / tensor.nbytes
+    return (_shared_bytes() - start_bytes) / tensor.nbytes
 
 
 def _shared_bytes() -> int:
-    found = re.search(r"RssShmem:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    match = re.search(r"RssShmem:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 def test_who_is_faster_holds_no_more_than_a_few_messages(ranks: World) -> None:
@@ -230,7 +230,7 @@ def started_and_left(rank: int) -> tuple[float, list[float]]:
         Shared memory that this rank has written, in tensors, and the last result of each kind.
     """
     connect_neighbours(LIMIT)
-    before, other, world = _shared_bytes(), 1 - rank, _world()
+    start, other, world = _shared_bytes(), 1 - rank, _world()
     messages = messages_with(other)
     total, received, works = torch.empty(0), torch.full((1,), 299.0), list[Any]()
     for number in range(300):
@@ -245,12 +245,12 @@ def started_and_left(rank: int) -> tuple[float, list[float]]:
             dist.barrier()
     for work in works:
         work.wait()
-    return (_shared_bytes() - before) / total.nbytes, [float(total[-1]), float(received[-1])]
+    return (_shared_bytes() - start) / total.nbytes, [float(total[-1]), float(received[-1])]
 
 
 def test_works_that_nobody_waits_for_free_their_messages(ranks: World) -> None:
-    for written, results in ranks(2).call(started_and_left):
-        assert written < 64
+    for tensors, results in ranks(2).call(started_and_left):
+        assert tensors < 64
         assert results == [598.0, 299.0]
 
 
@@ -261,20 +261,20 @@ def with_tags(rank: int) -> list[float]:
         messages, other = messages_with(1 - rank), 1 - rank
         tensors = [torch.full((LARGE,), float(number)) for number in range(2 * WINDOW_MESSAGES)]
         if rank == 0:
-            works = [[messages.send([each + 100 * tag], other, tag) for each in tensors] for tag in (1, 2)]
+            works = [[messages.send([tensor + 100 * tag], other, tag) for tensor in tensors] for tag in (1, 2)]
             for work in works[1]:
                 work.wait()
             dist.barrier()
             for work in works[0]:
                 work.wait()
             return []
-        works = [messages.recv([each], other, 2) for each in tensors]
+        works = [messages.recv([tensor], other, 2) for tensor in tensors]
         dist.barrier()
         received = [torch.empty(LARGE) for _ in tensors]
-        works += [messages.recv([each], other, 1) for each in received]
+        works += [messages.recv([tensor], other, 1) for tensor in received]
         for work in works:
             work.wait()
-        return [float(each[0]) for each in (*tensors, *received)]
+        return [float(tensor[0]) for tensor in (*tensors, *received)]
     finally:
         connect_neighbours(LIMIT)
 
@@ -309,9 +309,11 @@ def test_several_threads_may_send(ranks: World) -> None:
 def test_threads_that_put_tensors_at_once_get_different_buffers() -> None:
     outbox, tensors = Outbox(SIZE, RANKS), [torch.full((50,), float(number)) for number in range(400)]
     with ThreadPoolExecutor(8) as pool:
-        offsets = list(pool.map(outbox.put, [[each] for each in tensors], [[1]] * len(tensors)))
+        offsets = list(pool.map(outbox.put, [[tensor] for tensor in tensors], [[1]] * len(tensors)))
     assert len(set(offsets)) == len(tensors)
-    assert all(torch.equal(outbox.tensors(at, [each])[0], each) for at, each in zip(offsets, tensors, strict=True))
+    assert all(
+        torch.equal(outbox.tensors(at, [tensor])[0], tensor) for at, tensor in zip(offsets, tensors, strict=True)
+    )
 
 
 def test_more_channels_than_the_table_holds_are_refused() -> None:
@@ -327,15 +329,15 @@ def test_more_channels_than_the_table_holds_are_refused() -> None:
 
 def crossing(rank: int) -> float:
     """Both ranks wait for what they send, and meet, before they wait for what they receive."""
-    other, given = 1 - rank, torch.ones(LARGE)
+    other, message = 1 - rank, torch.ones(LARGE)
     came = [torch.zeros(LARGE) for _ in range(10)]
-    receives = [recv(each, other) for each in came]
-    for work in [send(given, other) for _ in came]:
+    receives = [recv(tensor, other) for tensor in came]
+    for work in [send(message, other) for _ in came]:
         work.wait()
     dist.barrier()
     for work in receives:
         work.wait()
-    return float(sum(each[-1] for each in came))
+    return float(sum(tensor[-1] for tensor in came))
 
 
 def test_a_send_is_over_once_its_receive_has_begun(ranks: World) -> None:
@@ -344,57 +346,61 @@ def test_a_send_is_over_once_its_receive_has_begun(ranks: World) -> None:
 
 def talked(rank: int, programs: list[Program]) -> list[dict[int, float]]:
     """What comes of the messages and sums of some programs, by op, where no message may go ahead of its receive."""
-    made: dict[tuple[int, ...], Any] = {}
-    for members in sorted({op.group.ranks for each in programs for tape in each.tapes for op in tape if op.group}):
-        made[members] = dist.new_group(list(members))
+    groups: dict[tuple[int, ...], Any] = {}
+    for members in sorted(
+        {op.group.ranks for program in programs for tape in program.tapes for op in tape if op.group}
+    ):
+        groups[members] = dist.new_group(list(members))
     connect_neighbours(timedelta(seconds=20))
     try:
         with patch.object(neighbours, "WINDOW_MESSAGES", 0), patch.object(neighbours, "WINDOW_BYTES", 0):
-            return [_talk(rank, each.tapes[rank], made) for each in programs if rank < len(each.tapes)]
+            return [_talk(rank, program.tapes[rank], groups) for program in programs if rank < len(program.tapes)]
     finally:
         connect_neighbours(LIMIT)
 
 
-def _talk(rank: int, tape: Sequence[Op], made: dict[tuple[int, ...], Any]) -> dict[int, float]:
+def _talk(rank: int, tape: Sequence[Op], groups: dict[tuple[int, ...], Any]) -> dict[int, float]:
     works: dict[int, Any] = {}
     came: dict[int, Tensor] = {}
     for at, op in enumerate(tape):
         if op.kind is OpKind.WAIT:
             works.pop(op.handle).wait()
         elif op.kind is OpKind.SEND:
-            works[op.handle] = send(torch.tensor([_given(rank, at)]), op.peer)
+            works[op.handle] = send(torch.tensor([_value_of(rank, at)]), op.peer)
         elif op.kind is OpKind.RECV:
             came[at] = torch.empty(1)
             works[op.handle] = recv(came[at], op.peer)
         elif op.group is not None:
-            came[at] = torch.tensor([_given(rank, at)])
-            works[op.handle] = all_reduce(came[at], made[op.group.ranks])
+            came[at] = torch.tensor([_value_of(rank, at)])
+            works[op.handle] = all_reduce(came[at], groups[op.group.ranks])
     return {at: float(tensor) for at, tensor in came.items()}
 
 
-def _given(rank: int, at: int) -> float:
+def _value_of(rank: int, at: int) -> float:
     return 1000.0 * rank + at
 
 
 def test_programs_that_a_rendezvous_lets_pass_end(ranks: World) -> None:
     """Their ranks begin and await messages in orders that cross; a send that lasts until it is read would hang some."""
     checked = [check(program) for program in map(chatter, range(150)) if program is not None]
-    right = [each for each in checked if each.why_not("gloo") is None]
+    right = [case for case in checked if case.why_not("gloo") is None]
     assert len(right) > 50
-    ends = ranks(4).call(talked, [each.program for each in right])
-    for each in right:
-        came = [ends[rank].pop(0) for rank in range(len(each.program.tapes))]
-        for _, _, members in each.communications:
-            given = [_given(rank, at) for rank, _, at in members]
+    ends = ranks(4).call(talked, [case.program for case in right])
+    for case in right:
+        came = [ends[rank].pop(0) for rank in range(len(case.program.tapes))]
+        for _, _, members in case.communications:
+            inputs = [_value_of(rank, at) for rank, _, at in members]
             receives = [came[rank][at] for rank, _, at in members if at in came[rank]]
-            assert receives == ([given[0]] if len(receives) < len(given) else [sum(given)] * len(given))
+            assert receives == ([inputs[0]] if len(receives) < len(inputs) else [sum(inputs)] * len(inputs))
 
 
 def reused(rank: int) -> float:
     """On rank 2 a sum in which its own term is kept takes the room of an earlier one, which is waited for meanwhile."""
     world, pair_of = cast(Any, dist.group.WORLD), [rank // 2 * 2, rank // 2 * 2 + 1]
-    made = cast(Any, dist.new_group(pair_of, use_local_synchronization=True))  # all make as many, or names would differ
-    upper = made if rank > 1 else None
+    group = cast(
+        Any, dist.new_group(pair_of, use_local_synchronization=True)
+    )  # all make as many, or names would differ
+    upper = group if rank > 1 else None
     total, pair = torch.tensor([10.0**rank]), torch.tensor([5.0])
     if upper is not None:
         first = all_reduce(pair, upper)
@@ -440,10 +446,10 @@ def test_more_messages_than_sockets_hold_block_no_rank(ranks: World) -> None:
 
 def bits(rank: int, size: int) -> Tensor:
     """A sum that depends on its order, of a tensor that is changed at once by who sends it."""
-    given = torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    values = torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
     works: list[Any] = []
     for _ in range(3):
-        total = given.clone()
+        total = values.clone()
         works.append((total, all_reduce(total, cast(Any, dist.group.WORLD))))
     for _, work in reversed(works):
         work.wait()
@@ -465,8 +471,8 @@ def on_two_hosts(rank: int) -> tuple[list[bool], float]:
     with patch.object(neighbours, "_host", return_value=f"host {rank % 2}"):
         connect_neighbours(LIMIT)
     try:
-        here, world = Neighbours.current, cast(Any, dist.group.WORLD)
-        assert here is not None
+        connected, world = Neighbours.current, cast(Any, dist.group.WORLD)
+        assert connected is not None
         assert not isinstance(transport_of(world), SharedTransport)
         total = torch.tensor([float(rank)])
         all_reduce(total, world).wait()
@@ -475,7 +481,7 @@ def on_two_hosts(rank: int) -> tuple[list[bool], float]:
         for work in works:
             work.wait()
         assert float(came) == 6 + (rank ^ 2)
-        return [other in here for other in range(4)], float(total)
+        return [other in connected for other in range(4)], float(total)
     finally:
         connect_neighbours(LIMIT)
 
@@ -535,14 +541,14 @@ def late(rank: int) -> None:
     connect_neighbours(LIMIT, timedelta(seconds=0.2))
     try:
         if rank == 0:
-            said = "Timed out waiting for rank 1: nothing arrived within 0.2 s"
-            with pytest.raises(RuntimeError, match=said) as caught:
+            message = "Timed out waiting for rank 1: nothing arrived within 0.2 s"
+            with pytest.raises(RuntimeError, match=message) as caught:
                 recv(torch.empty(1), 1).wait()
             assert is_lost(caught.value)
             for _ in range(neighbours.WINDOW_MESSAGES):
                 send(torch.ones(2 * LARGE), 1).wait()
-            said = "Timed out waiting for rank 1: it read nothing for 0.2 s"
-            with pytest.raises(RuntimeError, match=said) as caught:
+            message = "Timed out waiting for rank 1: it read nothing for 0.2 s"
+            with pytest.raises(RuntimeError, match=message) as caught:
                 send(torch.ones(2 * LARGE), 1).wait()
             assert is_lost(caught.value)
     finally:
@@ -570,31 +576,31 @@ reads = st.tuples(st.just("read"), st.integers(0, 50), st.integers(0, RANKS - 1)
 @given(st.lists(puts | reads, max_size=60))
 def test_what_somebody_has_not_read_is_never_written_over(steps: list[tuple[str, int, set[int] | int]]) -> None:
     outbox = Outbox(SIZE, RANKS)
-    lying: dict[int, tuple[Tensor, set[int]]] = {}
-    for number, (what, size, who) in enumerate(steps):
-        if isinstance(who, set):
+    unread: dict[int, tuple[Tensor, set[int]]] = {}
+    for number, (action, size, readers) in enumerate(steps):
+        if isinstance(readers, set):
             tensor = torch.full((size,), float(number))
-            room = outbox.put([tensor], sorted(who))
-            assert room not in lying
-            lying[room] = tensor, set(who)
-        elif lying:
-            room = sorted(lying)[size % len(lying)]
-            outbox.flags[room + who] = 1
-            lying[room][1].discard(who)
-            if not lying[room][1]:
-                del lying[room]
-        for room, (tensor, _) in lying.items():
-            assert torch.equal(outbox.tensors(room, [tensor])[0], tensor), what
+            offset = outbox.put([tensor], sorted(readers))
+            assert offset not in unread
+            unread[offset] = tensor, set(readers)
+        elif unread:
+            offset = sorted(unread)[size % len(unread)]
+            outbox.flags[offset + readers] = 1
+            unread[offset][1].discard(readers)
+            if not unread[offset][1]:
+                del unread[offset]
+        for offset, (tensor, _) in unread.items():
+            assert torch.equal(outbox.tensors(offset, [tensor])[0], tensor), action
 
 
 def test_buffers_are_reused_so_later_steps_need_no_more_memory() -> None:
     outbox, tensor = Outbox(SIZE, RANKS), torch.arange(3000.0)
 
     def step() -> set[int]:
-        rooms = {outbox.put([tensor], [0, 2]) for _ in range(4)}
-        for room in rooms:
-            outbox.flags[room] = outbox.flags[room + 2] = 1
-        return rooms
+        offsets = {outbox.put([tensor], [0, 2]) for _ in range(4)}
+        for offset in offsets:
+            outbox.flags[offset] = outbox.flags[offset + 2] = 1
+        return offsets
 
     first = step()
     assert len(first) == 4
@@ -623,10 +629,10 @@ def test_tensors_in_flight_beyond_the_memory_raise_an_error() -> None:
 
 def test_a_released_buffer_is_reused_for_a_smaller_tensor() -> None:
     outbox = Outbox(SIZE, RANKS)
-    room = outbox.put([torch.zeros(100_000)], [1])
-    assert outbox.put([torch.zeros(10)], [1]) != room
-    outbox.flags[room + 1] = 1
-    assert outbox.put([torch.zeros(50_000)], [1]) == room
+    offset = outbox.put([torch.zeros(100_000)], [1])
+    assert outbox.put([torch.zeros(10)], [1]) != offset
+    outbox.flags[offset + 1] = 1
+    assert outbox.put([torch.zeros(50_000)], [1]) == offset
 
 
 def test_messages_are_read_once_and_in_order_around_the_queue() -> None:
@@ -660,20 +666,24 @@ def test_a_full_queue_raises_an_error() -> None:
     st.lists(st.integers(0, 2 * WINDOW_BYTES), max_size=40) | st.lists(st.integers(0, WINDOW_BYTES // 10), max_size=40)
 )
 def test_all_but_the_last_few_must_be_wanted(sizes: list[int]) -> None:
-    window, before = SendWindow(), 0
-    for sent, _ in enumerate(sizes, 1):
-        wanted = window.count(sizes[sent - 1])
-        ahead = [max(size, MIN_BUFFER_BYTES) for size in sizes[wanted:sent]]
+    window, previous = SendWindow(), 0
+    for count, _ in enumerate(sizes, 1):
+        required = window.count(sizes[count - 1])
+        ahead = [max(size, MIN_BUFFER_BYTES) for size in sizes[required:count]]
         assert len(ahead) <= WINDOW_MESSAGES or sum(ahead) <= WINDOW_BYTES
-        more = [max(size, MIN_BUFFER_BYTES) for size in sizes[max(0, wanted - 1) : sent]]
-        assert wanted == before or (len(more) > WINDOW_MESSAGES and sum(more) > WINDOW_BYTES), (
+        with_one_more = [max(size, MIN_BUFFER_BYTES) for size in sizes[max(0, required - 1) : count]]
+        assert required == previous or (len(with_one_more) > WINDOW_MESSAGES and sum(with_one_more) > WINDOW_BYTES), (
             "it is held back no more than it must be"
         )
-        assert wanted >= before
-        before = wanted
+        assert required >= previous
+        previous = required
 
 
 def test_the_send_window_never_fills_the_queue() -> None:
     window = SendWindow()
-    wanted = [window.count(0) for _ in range(QUEUE_LENGTH)]
-    assert max(sent - count for sent, count in enumerate(wanted, 1)) == WINDOW_BYTES // MIN_BUFFER_BYTES < QUEUE_LENGTH
+    required = [window.count(0) for _ in range(QUEUE_LENGTH)]
+    assert (
+        max(number - count for number, count in enumerate(required, 1))
+        == WINDOW_BYTES // MIN_BUFFER_BYTES
+        < QUEUE_LENGTH
+    )

@@ -31,8 +31,8 @@ def all_spellings(rank: int, backend: str) -> list[Tensor]:
     group, size = _group(backend), dist.get_world_size()
     assert isinstance(group, SharedProcessGroup) is (backend == BACKEND)
     root = size - 1
-    given = torch.arange(2.0 * size) + 10 * rank
-    given.requires_grad_(backend == BACKEND)  # autograd sees none of it; gloo fails
+    values = torch.arange(2.0 * size) + 10 * rank
+    values.requires_grad_(backend == BACKEND)  # autograd sees none of it; gloo fails
     results: list[Tensor] = []
 
     def output(elements: int) -> Tensor:
@@ -44,30 +44,30 @@ def all_spellings(rank: int, backend: str) -> list[Tensor]:
         return results[-1]
 
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.AVG):
-        dist.all_reduce(copy_of(given), op, group=group)
-    total = given.detach().clone()
+        dist.all_reduce(copy_of(values), op, group=group)
+    total = values.detach().clone()
     dist.reduce(total, root, group=group)
     results.append(total if rank == root else torch.zeros(1))
-    dist.broadcast(copy_of(given), root, group=group)
-    dist.all_gather([output(2 * size) for _ in range(size)], given, group=group)
-    dist.all_gather_into_tensor(output(2 * size * size), given, group=group)
-    dist.reduce_scatter(output(2 * size), [given * n for n in range(size)], group=group)
-    dist.reduce_scatter_tensor(output(2), given, group=group)
-    dist.all_to_all_single(output(2 * size), given, group=group)
-    dist.scatter(output(2 * size), [given + n for n in range(size)] if rank == root else None, root, group=group)
-    dist.gather(given.detach(), [output(2 * size) for _ in range(size)] if rank == root else None, root, group=group)
+    dist.broadcast(copy_of(values), root, group=group)
+    dist.all_gather([output(2 * size) for _ in range(size)], values, group=group)
+    dist.all_gather_into_tensor(output(2 * size * size), values, group=group)
+    dist.reduce_scatter(output(2 * size), [values * n for n in range(size)], group=group)
+    dist.reduce_scatter_tensor(output(2), values, group=group)
+    dist.all_to_all_single(output(2 * size), values, group=group)
+    dist.scatter(output(2 * size), [values + n for n in range(size)] if rank == root else None, root, group=group)
+    dist.gather(values.detach(), [output(2 * size) for _ in range(size)] if rank == root else None, root, group=group)
     dist.barrier(group)
-    messages = [dist.P2POp(dist.isend, given.detach(), (rank + 1) % size, group)]
+    messages = [dist.P2POp(dist.isend, values.detach(), (rank + 1) % size, group)]
     messages.append(dist.P2POp(dist.irecv, output(2 * size), (rank - 1) % size, group))
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     objects = [None] * size
     dist.all_gather_object(objects, {"rank": rank}, group=group)
-    assert objects == [{"rank": each} for each in range(size)]
-    works: list[Any] = [dist.all_reduce(copy_of(given * n), group=group, async_op=True) for n in range(3)]
+    assert objects == [{"rank": member} for member in range(size)]
+    works: list[Any] = [dist.all_reduce(copy_of(values * n), group=group, async_op=True) for n in range(3)]
     for work in works:
         work.wait()
-    assert not any(each.requires_grad for each in results)
+    assert not any(result.requires_grad for result in results)
     return results
 
 

@@ -21,9 +21,9 @@ World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 
 
-def shown(world: World, count: int, *case: str, root: int = 0, by: Reduction = Reduction.SUM) -> TensorStates:
-    (found,) = world(count).call(show_rank, CPU, [case], root, by)[0]
-    return found
+def show(world: World, count: int, *case: str, root: int = 0, by: Reduction = Reduction.SUM) -> TensorStates:
+    (states,) = world(count).call(show_rank, CPU, [case], root, by)[0]
+    return states
 
 
 def spec_of(kind: OpKind, rank: int, ranks: int) -> Spec:
@@ -54,24 +54,24 @@ BY_RULE = [*ROOTS, OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER]
 def test_what_is_shown_is_what_the_rules_say(ranks: World, kind: OpKind, count: int) -> None:
     root = count - 1
     call = Call(kind, root if kind in ROOTED else -1)
-    given = [spec_of(kind, rank, count) if value_counts(call, rank)[0] else None for rank in range(count)]
-    received = list(collective_results(call, given, range(count), rules_of(Sizes.puzzle(1).signatures, Space(count))))
+    specs = [spec_of(kind, rank, count) if value_counts(call, rank)[0] else None for rank in range(count)]
+    received = list(collective_results(call, specs, range(count), rules_of(Sizes.puzzle(1).signatures, Space(count))))
     if kind is OpKind.BROADCAST:
-        received[root] = given[root]  # it has it already
-    found = shown(ranks, count, kind.value, root=root)
-    assert found.inputs == [numbers_of(spec, kind, count) for spec in given]
-    assert found.results == [numbers_of(spec, kind, count) for spec in received]
+        received[root] = specs[root]  # it has it already
+    states = show(ranks, count, kind.value, root=root)
+    assert states.inputs == [numbers_of(spec, kind, count) for spec in specs]
+    assert states.results == [numbers_of(spec, kind, count) for spec in received]
 
 
 def test_an_all_to_all_turns_rows_into_columns(ranks: World) -> None:
-    found = shown(ranks, 3, "all_to_all")
-    assert found.inputs == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
-    assert found.results == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+    states = show(ranks, 3, "all_to_all")
+    assert states.inputs == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
+    assert states.results == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
 
 def test_a_message_goes_to_the_next_rank(ranks: World) -> None:
-    found = shown(ranks, 3, "send", root=2)
-    assert found.results == [[20, 21, 22], None, [20, 21, 22]]
+    states = show(ranks, 3, "send", root=2)
+    assert states.results == [[20, 21, 22], None, [20, 21, 22]]
 
 
 @pytest.mark.parametrize("name", ["reduce", "all_reduce"])
@@ -80,8 +80,8 @@ def test_a_message_goes_to_the_next_rank(ranks: World) -> None:
     [(Reduction.MEAN, [10, 11, 12]), (Reduction.MIN, [0, 1, 2]), (Reduction.MAX, [20, 21, 22])],
 )
 def test_reductions_are_element_by_element(ranks: World, name: str, by: Reduction, expected: list[float]) -> None:
-    found = shown(ranks, 3, name, root=1, by=by)
-    assert found.results == ([None, expected, None] if name == "reduce" else [expected] * 3)
+    states = show(ranks, 3, name, root=1, by=by)
+    assert states.results == ([None, expected, None] if name == "reduce" else [expected] * 3)
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_reductions_are_element_by_element(ranks: World, name: str, by: Reductio
     ],
 )
 def test_one_collective_is_two_others_in_a_row(ranks: World, name: str, steps: tuple[str, ...]) -> None:
-    double = shown(ranks, 4, *steps, root=2)
-    single = shown(ranks, 4, name, root=2)
+    double = show(ranks, 4, *steps, root=2)
+    single = show(ranks, 4, name, root=2)
     assert double.inputs == single.inputs
     assert double.results == single.results
 
 
 def test_nobody_leaves_a_barrier_before_all_have_come(ranks: World) -> None:
-    found = shown(ranks, 3, BARRIER)
+    states = show(ranks, 3, BARRIER)
     came, went = (
-        [number for numbers in side if numbers for number in numbers] for side in (found.inputs, found.results)
+        [number for numbers in side if numbers for number in numbers] for side in (states.inputs, states.results)
     )
     assert min(came) == 0
     assert len(went) == 3
@@ -111,4 +111,4 @@ def test_nobody_leaves_a_barrier_before_all_have_come(ranks: World) -> None:
 
 def test_everything_that_is_shown_can_follow_on_the_same_processes(ranks: World) -> None:
     cases = [(name,) for name in (*CALLS, SEND) if name != BARRIER]
-    assert [each.steps for each in ranks(2).call(show_rank, CPU, cases, 1, Reduction.SUM)[0]] == cases
+    assert [states.steps for states in ranks(2).call(show_rank, CPU, cases, 1, Reduction.SUM)[0]] == cases
