@@ -260,7 +260,7 @@ def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
     events = {(event.rank, event.op): event for row in timeline.events for event in row if event.kind in POINT_TO_POINT}
     for communication in timeline.communications:
         if communication.stream is Stream.MESSAGE:
-            send, receive = (events.get((row, at)) for row, _, at in communication.participants)
+            send, receive = (events.get((row, index)) for row, _, index in communication.participants)
             if send is not None and receive is not None:
                 yield send, receive
 

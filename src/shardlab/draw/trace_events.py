@@ -97,7 +97,7 @@ def arrows(timeline: Timeline) -> Iterator[Arrow]:
     """
     moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
     for communication in timeline.communications:
-        places = [(row, at) for row, _, at in communication.participants]
+        places = [(row, index) for row, _, index in communication.participants]
         if communication.stream is Stream.MESSAGE:
             yield Arrow("message", *places)
         else:

@@ -144,11 +144,11 @@ def add_activity_columns(
     reason = np.zeros(total, dtype=np.uint8)
     for row, (ops, causes) in enumerate(zip(rows, find_causes(activity), strict=True)):
         for op, (op_reason, place) in zip(ops, causes, strict=True):
-            at = starts[row] + op.op
-            times["start"][at], times["end"][at] = op.start, op.end
-            reason[at] = REASONS.index(op_reason)
+            index = starts[row] + op.op
+            times["start"][index], times["end"][index] = op.start, op.end
+            reason[index] = REASONS.index(op_reason)
             if place is not None:
-                cause["causeRow"][at], cause["causeOp"][at] = place[0], rows[place[0]][place[1]].op
+                cause["causeRow"][index], cause["causeOp"][index] = place[0], rows[place[0]][place[1]].op
     last = {
         gap.row: rows[gap.row][gap.awaited].op
         for gap in find_gaps(activity)

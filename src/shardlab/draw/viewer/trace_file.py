@@ -76,9 +76,9 @@ class TraceTimeline:
         last_waits: list[tuple[int, ...]] = []
         for row, rank in enumerate(self.ranks):
             ops: list[TimedOp] = []
-            for at, (kind, start, end, *_) in sorted(rank.ops.items()):
-                places[row, at] = row, len(ops)
-                ops.append(TimedOp(at, kind, start, end, (), number_of.get((row, at), -1)))
+            for index, (kind, start, end, *_) in sorted(rank.ops.items()):
+                places[row, index] = row, len(ops)
+                ops.append(TimedOp(index, kind, start, end, (), number_of.get((row, index), -1)))
             waits = _find_awaited(ops)
             rows.append([op._replace(waits=waits.get(place, ())) for place, op in enumerate(ops)])
             last_waits.append(waits.get(len(ops), ()))
@@ -147,11 +147,14 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     for row in range(len(first.ranks)):
         count = max(max(timeline.ranks[row].ops, default=-1) for timeline in timelines if row < len(timeline.ranks)) + 1
         row_ops = {
-            at: op for timeline in timelines if row < len(timeline.ranks) for at, op in timeline.ranks[row].ops.items()
+            index: op
+            for timeline in timelines
+            if row < len(timeline.ranks)
+            for index, op in timeline.ranks[row].ops.items()
         }
         _require_same(timelines, row)
-        for at in range(count):
-            kind, _, _, layer, microbatches, model_layer = row_ops.get(at, (OpKind.FREE, 0.0, 0.0, -1, "", -1))
+        for index in range(count):
+            kind, _, _, layer, microbatches, model_layer = row_ops.get(index, (OpKind.FREE, 0.0, 0.0, -1, "", -1))
             ops["kind"].append(KINDS.index(kind))
             ops["layer"].append(layer)
             ops["modelLayer"].append(model_layer)
@@ -162,7 +165,9 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     communications = _communications([link for timeline in timelines[:1] for link in timeline.links])
     number_of = {place: number for number, members in enumerate(communications) for place in members}
     ops["communication"] = [
-        number_of.get((row, at), -1) for row in range(len(first.ranks)) for at in range(starts[row + 1] - starts[row])
+        number_of.get((row, index), -1)
+        for row in range(len(first.ranks))
+        for index in range(starts[row + 1] - starts[row])
     ]
     add_op_columns(columns, ops)
     columns.add("rowStart", "u32", starts)
@@ -251,9 +256,9 @@ def _find_awaited(ops: Sequence[TimedOp]) -> dict[int, tuple[int, ...]]:
         if op.computes:
             if op.start > clock:
                 awaited_ends = ends[bisect_right(ends, (clock, len(ops))) : bisect_right(ends, (op.start, len(ops)))]
-                waits[place] = tuple(at for _, at in awaited_ends if at < place)
+                waits[place] = tuple(index for _, index in awaited_ends if index < place)
             clock = max(clock, op.end)
-    waits[len(ops)] = tuple(at for _, at in ends[bisect_right(ends, (clock, len(ops))) :])
+    waits[len(ops)] = tuple(index for _, index in ends[bisect_right(ends, (clock, len(ops))) :])
     return waits
 
 
@@ -263,7 +268,9 @@ def _require_same(timelines: Sequence[TraceTimeline], row: int) -> None:
         is_same = len(other.ranks) == len(first.ranks)
         if is_same:
             one, two = first.ranks[row].ops, other.ranks[row].ops
-            is_same = all(one[at][0] is two[at][0] and one[at][3] == two[at][3] for at in one.keys() & two.keys())
+            is_same = all(
+                one[index][0] is two[index][0] and one[index][3] == two[index][3] for index in one.keys() & two.keys()
+            )
         if not is_same:
             raise UserError(
                 f"the timelines {first.name!r} and {other.name!r} of this trace have different ops, so they have no "

@@ -418,11 +418,11 @@ def _excess(exercise: Exercise, checked: Checked, timeline: Timeline) -> str:
     return f", with an excess of {_CATEGORY_NAMES[category]}{f': {values_text(surplus)}' if surplus else ''}"
 
 
-def _live_of(category: Category, checked: Checked, rank: int, at: int) -> Counter[Spec]:
+def _live_of(category: Category, checked: Checked, rank: int, index: int) -> Counter[Spec]:
     """Return the values of a category that a rank holds when an op starts."""
     of_kinds = Category.PARAMETERS if category is Category.GATHERED else category
     kinds = {kind for kind, place in CATEGORY_OF_KIND.items() if CATEGORIES[place] is of_kinds}
-    return Counter(spec for spec in live_values(checked, rank, at) if spec.kind in kinds)
+    return Counter(spec for spec in live_values(checked, rank, index) if spec.kind in kinds)
 
 
 def _fullest(events: Sequence[Event]) -> Event:
@@ -448,14 +448,14 @@ def _never_awaited(checked: Checked) -> str:
     Its values stay in memory until it is awaited. If a program drops the handle, its tape waits for it at the end.
     """
     for rank, tape in enumerate(checked.program.tapes):
-        last = max(at for at, op in enumerate(tape) if op.kind in COMPUTES)
+        last = max(index for index, op in enumerate(tape) if op.kind in COMPUTES)
         awaited_handles = {op.handle for op in tape[:last] if op.kind is OpKind.WAIT}
         read_numbers = {number for op in tape if op.kind is not OpKind.FREE for number in op.inputs}
-        for at, op in enumerate(tape[:last]):
+        for index, op in enumerate(tape[:last]):
             if op.handle >= 0 and op.handle not in awaited_handles and read_numbers.isdisjoint(op.outputs):
                 return (
-                    f"rank {rank} starts {op} (op {at}), and does not await the handle before the end of the step. The "
-                    "value stays in memory until then."
+                    f"rank {rank} starts {op} (op {index}), and does not await the handle before the end of the step. "
+                    "The value stays in memory until then."
                 )
     return ""
 
@@ -510,11 +510,11 @@ def _surplus_traffic(exercise: Exercise, checked: Checked) -> tuple[int, int] | 
     rank = sent_elements.index(max(sent_elements))
     reference = _check_solution(exercise, find_exercise(exercise.number).solution)
     counts = Counter(str(op) for op in reference.program.tapes[rank] if op.handle >= 0 and op.kind is not OpKind.WAIT)
-    for at, op in enumerate(checked.program.tapes[rank]):
+    for index, op in enumerate(checked.program.tapes[rank]):
         if op.handle >= 0 and op.kind not in (OpKind.WAIT, OpKind.RECV, OpKind.BARRIER):
             counts[str(op)] -= 1
             if counts[str(op)] < 0:
-                return rank, at
+                return rank, index
     return None
 
 

@@ -114,8 +114,8 @@ def starts_before_last(
 
     def find_violation(checked: Checked, rank: int) -> str:
         tape, specs = checked.program.tapes[rank], checked.specs[rank]
-        first = next((at for at, op in enumerate(tape) if op.kind in kinds and _is_of(op, specs, of)), len(tape))
-        last = max((at for at, op in enumerate(tape) if op.kind in passes), default=-1)
+        first = next((index for index, op in enumerate(tape) if op.kind in kinds and _is_of(op, specs, of)), len(tape))
+        last = max((index for index, op in enumerate(tape) if op.kind in passes), default=-1)
         return f"rank {rank}" if first > last else ""
 
     return _on_every_rank(find_violation, sentence)
@@ -157,13 +157,13 @@ def live_at_most(kind: Kind, limit: int, sentence: str) -> Technique:
     """
 
     def technique(checked: Checked) -> str:
-        largest, at, rank = max((*_most_live(checked, rank, kind), rank) for rank in _ranks(checked))
+        largest, index, rank = max((*_most_live(checked, rank, kind), rank) for rank in _ranks(checked))
         if largest <= limit:
             return ""
-        op, specs = checked.program.tapes[rank][at], checked.specs[rank]
-        values = [*live_values(checked, rank, at), *(specs[number] for number in op.outputs)]
+        op, specs = checked.program.tapes[rank][index], checked.specs[rank]
+        values = [*live_values(checked, rank, index), *(specs[number] for number in op.outputs)]
         names = values_text(spec for spec in values if spec.kind is kind)
-        return f"{sentence.format(found=f'{largest:,}')} In {op}, rank {rank} holds {names} (op {at})."
+        return f"{sentence.format(found=f'{largest:,}')} In {op}, rank {rank} holds {names} (op {index})."
 
     return technique
 
@@ -183,10 +183,10 @@ def values_text(specs: Iterable[Spec]) -> str:
     return ", ".join(texts[:SHOWN_VALUES]) + (" and others" if omitted_count > 0 else "")
 
 
-def live_values(checked: Checked, rank: int, at: int) -> list[Spec]:
+def live_values(checked: Checked, rank: int, index: int) -> list[Spec]:
     """Return the values that a rank holds when an op starts, in the order in which they were made."""
     live: dict[int, Spec] = {}
-    for op in checked.program.tapes[rank][:at]:
+    for op in checked.program.tapes[rank][:index]:
         live |= {number: checked.specs[rank][number] for number in op.outputs}
         for place in op.kind.row.ends:
             live.pop(op.inputs[place], None)
@@ -204,17 +204,19 @@ def frees_after_last_use(kind: Kind, sentence: str) -> Technique:
     def find_violation(checked: Checked, rank: int) -> str:
         specs, last_use = checked.specs[rank], dict[int, int]()
         freed_values: set[int] = set()
-        for at, op in enumerate(checked.program.tapes[rank]):
+        for index, op in enumerate(checked.program.tapes[rank]):
             freed_values.update(op.inputs[place] for place in op.kind.row.ends)
             if op.kind in COMPUTES:
-                stale_numbers = [number for number, use in last_use.items() if number not in freed_values and use < at]
-                later_numbers = _read_from(checked.program.tapes[rank], at)
+                stale_numbers = [
+                    number for number, use in last_use.items() if number not in freed_values and use < index
+                ]
+                later_numbers = _read_from(checked.program.tapes[rank], index)
                 for number in stale_numbers:
                     if number not in later_numbers:
                         return f"{specs[number].kind.value}[{specs[number].layer}]"
             if op.kind is not OpKind.FREE:
                 numbers = (*op.inputs, *op.outputs)
-                last_use.update({number: at for number in numbers if specs[number].kind is kind})
+                last_use.update({number: index for number in numbers if specs[number].kind is kind})
         return ""
 
     return _on_every_rank(find_violation, sentence)
@@ -230,11 +232,11 @@ def gathers_for_each_pass(sentence: str) -> Technique:
     def find_violation(checked: Checked, rank: int) -> str:
         tape, specs = checked.program.tapes[rank], checked.specs[rank]
         messages = {op.handle for op in tape if op.kind is OpKind.RECV}
-        waits = [at for at, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle in messages]
+        waits = [index for index, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle in messages]
         for gather in _ops(checked, rank, OpKind.ALL_GATHER, Kind.WEIGHT):
             (whole,) = gather.outputs
-            passes = [at for at, op in enumerate(tape) if op.kind in PASSES and whole in op.inputs]
-            if any(passes[0] < at < passes[-1] for at in waits if passes):
+            passes = [index for index, op in enumerate(tape) if op.kind in PASSES and whole in op.inputs]
+            if any(passes[0] < index < passes[-1] for index in waits if passes):
                 return f"{specs[whole]} on rank {rank}"
         return ""
 
@@ -431,12 +433,12 @@ def _most_live(checked: Checked, rank: int, kind: Kind) -> tuple[int, int]:
     """Return the largest number of live elements of a kind on a rank, and the index of an op that reaches it."""
     specs, sizes = checked.specs[rank], checked.program.sizes
     live_elements, peak, peak_op = 0, 0, 0
-    for at, op in enumerate(checked.program.tapes[rank]):
+    for index, op in enumerate(checked.program.tapes[rank]):
         for number in op.outputs:
             if specs[number].kind is kind:
                 live_elements += sizes.elements(specs[number])
         if live_elements > peak:
-            peak, peak_op = live_elements, at
+            peak, peak_op = live_elements, index
         for place in op.kind.row.ends:
             if specs[op.inputs[place]].kind is kind:
                 live_elements -= sizes.elements(specs[op.inputs[place]])

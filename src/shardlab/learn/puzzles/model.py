@@ -435,8 +435,8 @@ def timeline_of(models: Sequence[PuzzleModel]) -> Timeline:
         tapes.append([_op(event, rows) for event in log])
         events.append(
             [
-                Event(row, at, op.kind, op.layer, mask_of(event.batches), event.time, event.end, round(event.memory))
-                for at, (op, event) in enumerate(zip(tapes[row], log, strict=True))
+                Event(row, index, op.kind, op.layer, mask_of(event.batches), event.time, event.end, round(event.memory))
+                for index, (op, event) in enumerate(zip(tapes[row], log, strict=True))
             ]
         )
     sizes = Sizes.puzzle(max(model.LAYERS for model in models))
