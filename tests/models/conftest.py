@@ -51,26 +51,26 @@ def inputs_of(
     if not others:
         return (x,)
     tokens = model.seq_len if share.tokens is None else len(share.tokens)
-    given = [x]
+    inputs = [x]
     for kind in model.run(layer).carried_inputs:
         carried = torch.rand(rows, tokens, model.carried_features[kind], dtype=dtype)
         if kind is Kind.ROUTING:  # different experts for each token
             router = next(s.primitive.router for s in model.run(layer).steps if isinstance(s.primitive, Routing))
-            chosen = torch.rand(*carried.shape[:2], router.experts).argsort(-1)[..., : router.top_k]
-            carried[..., -router.top_k :] = chosen
-        given.append(carried.requires_grad_())
-    return tuple(given)
+            choices = torch.rand(*carried.shape[:2], router.experts).argsort(-1)[..., : router.top_k]
+            carried[..., -router.top_k :] = choices
+        inputs.append(carried.requires_grad_())
+    return tuple(inputs)
 
 
 class Watched(SavedTensors):
     """Tensors that autograd keeps of a primitive, also as a list."""
 
-    kept: ClassVar[list[Tensor]] = []
+    tensors: ClassVar[list[Tensor]] = []
 
     def pack(self, tensor: Tensor) -> Tensor | ParameterView:
         packed = super().pack(tensor)
         if isinstance(packed, Tensor):
-            self.kept.append(packed)
+            self.tensors.append(packed)
         return packed
 
 
@@ -80,10 +80,10 @@ def forward(
     """Return the outputs of a layer, its pass, and the tensors kept for the backward pass."""
     dropout = Dropout(model.dropout, 0, 0, layer, (0,))
     with patch.object(autograd, "SavedTensors", Watched):
-        made, its = passes_of(model, layer).forward([x.detach() for x in inputs], weights, share, dropout)
-    kept = [*Watched.kept, *(each for each in its.tensors if isinstance(each, Tensor))]
-    Watched.kept.clear()
-    return made, its, kept
+        outputs, ctx = passes_of(model, layer).forward([x.detach() for x in inputs], weights, share, dropout)
+    saved_tensors = [*Watched.tensors, *(tensor for tensor in ctx.tensors if isinstance(tensor, Tensor))]
+    Watched.tensors.clear()
+    return outputs, ctx, saved_tensors
 
 
 def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = WHOLE_LAYER) -> int:
@@ -91,15 +91,17 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
     owner = 0 if model.borrowed(layer) else layer  # a tied head has none of its own
     flat = initial_weights(model, owner, seed=0, dtype=dtype)
     inputs = inputs_of(model, layer, rows, dtype, share)
-    made, _, kept = forward(model, layer, inputs, parameter_views(model.layout(owner), flat), share)
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
-    for given, keeps in zip(inputs, model.run(layer).keeps_inputs, strict=True):
-        assert keeps or given.untyped_storage().data_ptr() not in storages, "an input is kept that the executor lets go"
+    outputs, _, saved_tensors = forward(model, layer, inputs, parameter_views(model.layout(owner), flat), share)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved_tensors}
+    for source, keeps in zip(inputs, model.run(layer).keeps_inputs, strict=True):
+        assert keeps or source.untyped_storage().data_ptr() not in storages, (
+            "an input is kept that the executor lets go"
+        )
     if (run := model.run(layer)).saves_residual:
-        residual = made[run.outputs.index("s")]
+        residual = outputs[run.outputs.index("s")]
         assert residual.untyped_storage().data_ptr() in storages, "a residual that its layer does not keep takes room"
-    for given in (flat, *inputs):
-        storages.pop(given.untyped_storage().data_ptr(), None)
+    for source in (flat, *inputs):
+        storages.pop(source.untyped_storage().data_ptr(), None)
     return sum(storages.values())
 
 

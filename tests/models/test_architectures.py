@@ -217,13 +217,13 @@ def test_every_mlp_becomes_as_many_experts_of_its_size_and_a_router() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(ep=2), Mesh(ep=2, tp=2), Mesh(ep=2, cp=2)], ids=str)
 def test_shared_experts_are_one_that_is_so_many_times_as_wide_and_whole_on_every_rank(mesh: Mesh) -> None:
-    without, three = (cut_for(MoE(shared_experts=count, **SMALL), mesh) for count in (0, 3))
+    routed_only, with_three = (cut_for(MoE(shared_experts=count, **SMALL), mesh) for count in (0, 3))
     mlp = 2 * 16 * 3 * 64 + 3 * 64 + 16
-    assert three.parameter_count - without.parameter_count == 2 * mlp
-    flops = [sum(model.forward_flops(layer) for layer in range(model.layers)) for model in (without, three)]
+    assert with_three.parameter_count - routed_only.parameter_count == 2 * mlp
+    flops = [sum(model.forward_flops(layer) for layer in range(model.layers)) for model in (routed_only, with_three)]
     assert flops[1] - flops[0] == 2 * 2 * 12 * 2 * 16 * 3 * 64
-    shared = [l for l in range(three.layers) if any("shared" in p.name for p in three.layout(l).parameters)]
-    assert [three.layout(l).slices for l in shared] == [1, 1]
+    shared = [l for l in range(with_three.layers) if any("shared" in p.name for p in with_three.layout(l).parameters)]
+    assert [with_three.layout(l).slices for l in shared] == [1, 1]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(ep=2), Mesh(ep=2, tp=2), Mesh(ep=2, cp=2), Mesh(tp=2)], ids=str)
@@ -233,8 +233,8 @@ def test_the_first_layers_of_a_mixture_may_have_an_mlp_of_its_own_width(mesh: Me
     router, shared, experts, mlp = 4 * 16, 2 * 16 * 48 + 48 + 16, 4 * (2 * 16 * 64 + 64 + 16), 2 * 16 * 40 + 40 + 16
     model = cut_for(dense, mesh)
     assert cut_for(mixed, mesh).parameter_count - model.parameter_count == 2 * (router + shared + experts - mlp)
-    own = [step.block for step in dense.steps if isinstance(step.primitive, Route)]
-    assert own == [2]
+    routed_blocks = [step.block for step in dense.steps if isinstance(step.primitive, Route)]
+    assert routed_blocks == [2]
     assert all(len({p.name for _, p in run.parameters()}) == len(run.parameters()) for run in model.runs)
 
 
@@ -291,13 +291,13 @@ def test_autograd_keeps_the_elements_that_the_model_declares(
         model = cut(whole, tp=tp, ep=ep)
         for layer, run in enumerate(model.runs):
             shares = [piece_of(model, layer, number) for number in range(run.slices)]
-            kept = [saved_bytes(model, layer, 3, torch.float32, share) for share in shares]
-            assert sum(kept) == 4 * model.run(layer).saved(3), f"layer {layer}"
-            assert len(set(kept)) == 1
+            measured = [saved_bytes(model, layer, 3, torch.float32, share) for share in shares]
+            assert sum(measured) == 4 * model.run(layer).saved(3), f"layer {layer}"
+            assert len(set(measured)) == 1
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"experts": 0}, "experts is 0"),
         ({"experts": 300}, "256 at most"),
@@ -309,8 +309,8 @@ def test_autograd_keeps_the_elements_that_the_model_declares(
         ({"auxiliary": -1.0}, "auxiliary is -1.0"),
     ],
 )
-def test_impossible_mixtures_are_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_impossible_mixtures_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         MoE(**SMALL, **fields)
 
 
@@ -328,7 +328,7 @@ def test_a_mixture_follows_every_blocks_attention() -> None:
     for layer in range(model.layers):
         primitives = [type(step.primitive) for step in model.run(layer).steps]
         assert primitives.index(Attend) < primitives.index(Route) < primitives.index(Combine)
-        assert [primitives.count(each) for each in (Route, Place, Dispatch, Combine)] == [1, 1, 1, 1]
+        assert [primitives.count(kind) for kind in (Route, Place, Dispatch, Combine)] == [1, 1, 1, 1]
 
 
 # The per-token MLP's shapes and bytes, and what it refuses.
@@ -525,11 +525,11 @@ def test_a_model_of_a_file_goes_to_other_processes_by_its_name(file: Path) -> No
     for name in ("Mine", "ours", "small"):
         model = find_model(f"{file}:{name}")
         assert model.signatures
-        again = pickle.loads(pickle.dumps(Job("ddp", 2, 4, model, 2))).model
-        assert {field: getattr(again, field) for field in ("layers", "hidden_size", "heads")} == {
+        copy = pickle.loads(pickle.dumps(Job("ddp", 2, 4, model, 2))).model
+        assert {field: getattr(copy, field) for field in ("layers", "hidden_size", "heads")} == {
             field: getattr(model, field) for field in ("layers", "hidden_size", "heads")
         }
-        assert type(again).__name__ == type(model).__name__
+        assert type(copy).__name__ == type(model).__name__
     assert name_of(type(find_model(f"{file}:Mine"))) == f"{file}:Mine"
     assert name_of(GPT) == "gpt"
 
@@ -550,7 +550,7 @@ def test_a_toml_file_says_fields_of_their_types_whether_annotations_are_text_or_
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("", "say which model of mine.py: mine.py:NAME; its models are: Mine, Empty, Needy, Twice, Broken,"),
         ("Min", "mine.py has no model 'Min'; did you mean Mine?"),
@@ -570,12 +570,12 @@ def test_a_toml_file_says_fields_of_their_types_whether_annotations_are_text_or_
     ],
 )
 def test_a_mistake_in_a_file_is_one_sentence(
-    file: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(file.parent)
     assert main(["verify", "ddp", "--model", f"mine.py:{name}" if name else "mine.py"]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.startswith("shardlab: ")
     assert error.count("\n") == 1
 

@@ -55,7 +55,7 @@ NEOX: dict[str, Any] = {
 }
 
 
-def written(folder: Path, config: dict[str, Any]) -> Path:
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -70,7 +70,7 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
 )
 def test_a_configuration_gives_the_model_of_its_name(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     expected = find_model(name)
-    folder = written(tmp_path / "hf", config)
+    folder = write_config(tmp_path / "hf", config)
     for path in (folder, folder / "config.json"):
         model = find_model(str(path))
         assert isinstance(model, GPT)
@@ -82,7 +82,7 @@ def test_a_configuration_gives_the_model_of_its_name(config: dict[str, Any], nam
 
 
 def test_what_a_model_leaves_out_is_named_in_one_sentence(tmp_path: Path) -> None:
-    path = written(tmp_path, NEOX | {"weird": 3, "initializer_range": 0.02})
+    path = write_config(tmp_path, NEOX | {"weird": 3, "initializer_range": 0.02})
     differs, unread = config_notes(path)
     assert "attention and feed-forward of a block read one norm" in differs
     assert "rotary_pct is 0.25, not 1.0" in differs
@@ -90,12 +90,12 @@ def test_what_a_model_leaves_out_is_named_in_one_sentence(tmp_path: Path) -> Non
 
 
 def test_a_configuration_that_is_said_exactly_has_no_notes(tmp_path: Path) -> None:
-    assert config_notes(written(tmp_path, LLAMA)) == []
-    assert config_notes(written(tmp_path, QWEN2)) == []
+    assert config_notes(write_config(tmp_path, LLAMA)) == []
+    assert config_notes(write_config(tmp_path, QWEN2)) == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"sliding_window": 1024}, "sliding_window is 1024, not null"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
@@ -104,13 +104,13 @@ def test_a_configuration_that_is_said_exactly_has_no_notes(tmp_path: Path) -> No
         ({"mlp_bias": True}, "mlp_bias is True, not False like attention_bias"),
     ],
 )
-def test_a_field_that_cannot_be_said_is_a_note(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    (note,) = config_notes(written(tmp_path, LLAMA | changes))
-    assert said in note
+def test_a_field_that_cannot_be_said_is_a_note(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (note,) = config_notes(write_config(tmp_path, LLAMA | changes))
+    assert message in note
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"model_type": "bert"}, "model_type is 'bert'; shardlab has models of gpt2, llama, mistral,"),
         ({}, "model_type is None"),
@@ -126,11 +126,11 @@ def test_a_field_that_cannot_be_said_is_a_note(changes: dict[str, Any], said: st
     ],
 )
 def test_a_model_that_cannot_be_said_is_refused_with_its_file(
-    config: dict[str, Any], said: str, tmp_path: Path
+    config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as refusal:
-        model_from_config(written(tmp_path, config))
-    assert said in str(refusal.value)
+        model_from_config(write_config(tmp_path, config))
+    assert message in str(refusal.value)
     assert "config.json" in str(refusal.value)
 
 
@@ -143,13 +143,13 @@ def test_the_text_model_of_a_larger_configuration_is_read() -> None:
 def test_every_family_reads_its_least_configuration(kind: str) -> None:
     family = CONFIG_FAMILIES[kind]
     sizes = {"layers": 2, "hidden_size": 64, "heads": 4, "seq_len": 32, "vocab_size": 100, "ffn_hidden_size": 96}
-    given = {field.theirs: (sizes | {"experts": 8, "top_k": 2}).get(field.ours) for field in family.fields}
-    config = {name: value for name, value in given.items() if value is not None}
+    values = {field.theirs: (sizes | {"experts": 8, "top_k": 2}).get(field.ours) for field in family.fields}
+    config = {name: value for name, value in values.items() if value is not None}
     model: Blocks = read_config({"model_type": kind, **config}, "here").model
     assert (model.layers, model.hidden_size, model.vocab_size) == (2, 64, 100)
     assert not read_config({"model_type": kind, **config}, "here").unread
 
 
 def test_a_field_is_harmless_for_one_reason() -> None:
-    names = [name for each in HARMLESS.values() for name in each]
+    names = [name for fields_of_reason in HARMLESS.values() for name in fields_of_reason]
     assert len(names) == len(set(names))

@@ -174,15 +174,15 @@ def test_columns_add_up_to_the_matrices_of_half_blocks(bias: bool, sequences: in
     halves, model = cut(whole), cut(whole, tp=slices, columns=True)
     norms, matrices = list[Kernel](), list[Kernel]()
     for layer, run in enumerate(model.runs):
-        made = model.kernels(layer, sequences, tokens, slices)
-        (matrices if run.cut else norms).extend(made)
+        kernels = model.kernels(layer, sequences, tokens, slices)
+        (matrices if run.cut else norms).extend(kernels)
     apart = [k for layer in range(halves.layers) for k in halves.kernels(layer, sequences, tokens)]
     assert slices * flops(matrices) == pytest.approx(flops(apart))
-    both = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (matrices, norms, apart)]
-    assert slices * both[0] + both[1] == pytest.approx(both[2])
+    forward_elements = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (matrices, norms, apart)]
+    assert slices * forward_elements[0] + forward_elements[1] == pytest.approx(forward_elements[2])
     backs = [[back for k in ks for back in k.backward_input()] for ks in (matrices, norms, apart)]
-    moved = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in backs]
-    assert slices * moved[0] + moved[1] == pytest.approx(moved[2])
+    backward_elements = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in backs]
+    assert slices * backward_elements[0] + backward_elements[1] == pytest.approx(backward_elements[2])
 
 
 @given(st.sampled_from(MODELS), st.integers(1, 3))
@@ -199,11 +199,13 @@ def test_half_blocks_ask_for_what_whole_blocks_do(whole: Blocks, sequences: int)
 @pytest.mark.parametrize("whole", [GROUPED, DROPPING, LLAMA_LIKE], ids=str)
 def test_attention_between_layers_is_what_a_body_asks_for_less_its_maps(whole: GPT) -> None:
     body, model = cut(whole), cut(whole, attention_apart=True)
-    project = next(layer for layer, its in enumerate(model.signatures) if its.projects)
+    project = next(layer for layer, signature in enumerate(model.signatures) if signature.projects)
     mixing = model.attend_kernels(project, 2, 8, 8, 9 / 16)
     apart = (*model.kernels(project, 2, 8), *mixing, *model.kernels(project + 1, 2, 8))
     assert apart == body.kernels(2, 2, 8)
-    ring = [model.attend_kernels(project, 2, 4, 4, seen) for seen in (5 / 8, 1.0, 5 / 8)]  # two ranks, three blocks
+    ring = [
+        model.attend_kernels(project, 2, 4, 4, visible) for visible in (5 / 8, 1.0, 5 / 8)
+    ]  # two ranks, three blocks
     if not whole.dropout:
         assert sum(map(flops, ring)) == pytest.approx(flops(mixing))
 
@@ -212,8 +214,8 @@ def test_attention_between_layers_is_what_a_body_asks_for_less_its_maps(whole: G
 def test_the_way_back_takes_twice_the_products_and_fused_attention_two_and_a_half_times(whole: Blocks) -> None:
     for layer in range(whole.layers):
         forward = whole.kernels(layer, 2, 8)
-        of_input = [made for kernel in forward for made in kernel.backward_input()]
-        of_weight = [made for kernel in forward for made in kernel.backward_weight()]
+        of_input = [back for kernel in forward for back in kernel.backward_input()]
+        of_weight = [back for kernel in forward for back in kernel.backward_weight()]
         assert flops([*of_input, *of_weight], Matmul) == 2 * flops(forward, Matmul)
         assert flops(of_input, FusedAttention) == 2.5 * flops(forward, FusedAttention)
         learned = [k for k in forward if isinstance(k, Matmul) and k.learned]
@@ -222,8 +224,8 @@ def test_the_way_back_takes_twice_the_products_and_fused_attention_two_and_a_hal
 
 def test_the_gradients_of_what_is_looked_up_are_left_to_the_second_half() -> None:
     forward = GROUPED.kernels(0, 2, 8)
-    of_input = [made.name for k in forward for made in k.backward_input() if isinstance(made, Pointwise)]
-    of_weight = [made.name for k in forward for made in k.backward_weight() if isinstance(made, Pointwise)]
+    of_input = [back.name for k in forward for back in k.backward_input() if isinstance(back, Pointwise)]
+    of_weight = [back.name for k in forward for back in k.backward_weight() if isinstance(back, Pointwise)]
     assert {"embedding", "positions"} <= set(of_weight)
     assert not set(of_input) & set(of_weight)
 
@@ -235,7 +237,7 @@ def test_a_bias_is_added_by_its_product_and_its_gradient_is_a_sum_over_rows() ->
     assert product.backward_weight() == (weight, Pointwise("bias", 210.0, 0.0, backward=True))
     assert product.backward_input() == (Matmul(30, 5, 7, backward=True),)
     biased = [GPT(bias=bias, **SMALL).kernels(1, 1, 8) for bias in (True, False)]
-    sums = [elements([made for k in ks for made in k.backward_weight()], "bias") for ks in biased]
+    sums = [elements([back for k in ks for back in k.backward_weight()], "bias") for ks in biased]
     maps = (GROUPED.hidden_size * 3, GROUPED.hidden_size, 4 * GROUPED.hidden_size, GROUPED.hidden_size)
     assert sums == [8 * sum(maps), 0]
 
@@ -290,8 +292,10 @@ def test_autograd_keeps_exactly_the_declared_elements(slices: int, saved_bytes: 
     model = cut(CUT_SMALL, tp=slices, columns=True)
     for layer in range(model.layers):
         if model.run(layer).cut:
-            kept = sum(saved_bytes(model, layer, 3, torch.float64, piece_of(model, layer, s)) for s in range(slices))
-            assert kept == 3 * model.run(layer).saved(1) * 8, layer
+            measured = sum(
+                saved_bytes(model, layer, 3, torch.float64, piece_of(model, layer, s)) for s in range(slices)
+            )
+            assert measured == 3 * model.run(layer).saved(1) * 8, layer
 
 
 def test_the_arithmetic_is_the_whole_models() -> None:
@@ -389,12 +393,12 @@ def test_autograd_keeps_exactly_the_declared_elements_in_halves(
     model = cut(whole, tp=slices)
     for layer, run in enumerate(model.runs):
         if run.cut:
-            kept = [saved_bytes(model, layer, 3, dtype, piece_of(model, layer, i)) for i in range(slices)]
+            measured = [saved_bytes(model, layer, 3, dtype, piece_of(model, layer, i)) for i in range(slices)]
         else:
-            kept = [saved_bytes(model, layer, 3, dtype, Share(tokens=part)) for part in (range(3), range(3, 8))]
-        assert sum(kept) == 3 * model.run(layer).saved(1) * dtype.itemsize
+            measured = [saved_bytes(model, layer, 3, dtype, Share(tokens=part)) for part in (range(3), range(3, 8))]
+        assert sum(measured) == 3 * model.run(layer).saved(1) * dtype.itemsize
         if run.cut:
-            assert len(set(kept)) == 1
+            assert len(set(measured)) == 1
 
 
 @pytest.mark.parametrize("whole", [HALVES_MODELS[1], HALVES_MODELS[3], HALVES_MODELS[4], HALVES_MODELS[8]], ids=str)
@@ -483,7 +487,7 @@ def test_an_attention_is_two_layers_with_an_op_between_them() -> None:
     ]
     assert [layer.cut for layer in model.signatures[1:5]] == [(), ("head",), ("head",), ()]
     assert [layer.carries for layer in model.signatures[1:5]] == [True, False, False, True]
-    assert [layer for layer, its in enumerate(model.signatures) if its.projects] == [2]
+    assert [layer for layer, signature in enumerate(model.signatures) if signature.projects] == [2]
     assert not any(layer.projects for layer in cut(MLP(layers=3), attention_apart=True).signatures)
 
 
@@ -508,8 +512,8 @@ def test_autograd_keeps_exactly_the_declared_elements_in_context(
         shares = [Share(tokens=part) for part in ([0, 1, 6, 7], [2, 3, 4, 5])]
         if model.run(layer).cut:
             shares = [piece_of(model, layer, number) for number in range(slices)]
-        kept = sum(saved_bytes(model, layer, 3, torch.float64, share) for share in shares)
-        assert kept == 3 * model.run(layer).saved(1) * 8, layer
+        measured = sum(saved_bytes(model, layer, 3, torch.float64, share) for share in shares)
+        assert measured == 3 * model.run(layer).saved(1) * 8, layer
 
 
 def test_heads_and_sequences_may_both_be_cut() -> None:

@@ -24,9 +24,9 @@ MOE = MoE(layers=2, hidden_size=8, heads=2, seq_len=8, experts=4)
 
 
 def test_embeddings_head_and_vectors_are_none() -> None:
-    found = matrices_of(GPT_1.run(0), GPT_1.layout(0).numel)
+    matrices = matrices_of(GPT_1.run(0), GPT_1.layout(0).numel)
     names = ["attn.c_attn.weight"] * 3 + ["attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
-    assert sorted(matrix.name for matrix in found) == names
+    assert sorted(matrix.name for matrix in matrices) == names
 
 
 def test_queries_keys_and_values_and_every_expert_are_matrices_of_their_own() -> None:
@@ -52,27 +52,29 @@ def test_pieces_of_a_cut_model_make_the_whole_model_s_matrices(model: Blocks, me
     assert isinstance(cut, CutModel)
     wholes = [torch.randperm(model.layout(layer).numel).double() for layer in range(model.layers)]
     for layer, flat in enumerate(wholes):  # nothing in the gaps, which a cut model has elsewhere
-        kept = torch.zeros_like(flat)
-        for name, view in named_views(model.layout(layer), kept).items():
+        without_gaps = torch.zeros_like(flat)
+        for name, view in named_views(model.layout(layer), without_gaps).items():
             view.copy_(named_views(model.layout(layer), flat)[name])
-        flat.copy_(kept)
-    expected = [made(m, flat) for layer, flat in enumerate(wholes) for m in matrices_of(model.run(layer), len(flat))]
-    found: list[Tensor] = []
+        flat.copy_(without_gaps)
+    expected = [
+        whole_matrix(m, flat) for layer, flat in enumerate(wholes) for m in matrices_of(model.run(layer), len(flat))
+    ]
+    matrices: list[Tensor] = []
     for layer, flat in enumerate(to_layers(cut, wholes)):
         runs = cut.layout(layer).slices
         longer = torch.cat([torch.cat([run, torch.zeros(48)]) for run in flat.chunk(runs)])  # as a sharded one may be
-        found += [made(matrix, longer) for matrix in matrices_of(cut.run(layer), len(longer))]
-    assert sorted(map(rows, found)) == sorted(map(rows, expected))
+        matrices += [whole_matrix(matrix, longer) for matrix in matrices_of(cut.run(layer), len(longer))]
+    assert sorted(map(rows, matrices)) == sorted(map(rows, expected))
 
 
-def made(matrix: WholeMatrix, flat: Tensor) -> Tensor:
+def whole_matrix(matrix: WholeMatrix, flat: Tensor) -> Tensor:
     whole = torch.cat([flat[start : start + matrix.size].view(matrix.piece) for start in matrix.starts], matrix.dim)
     assert tuple(whole.shape) == matrix.shape
     return whole
 
 
 def rows(matrix: Tensor) -> list[list[float]]:
-    return [[float(each) for each in row] for row in matrix]
+    return [[float(number) for number in row] for row in matrix]
 
 
 def test_an_orthogonal_step_s_kernels_are_three_products_in_each_of_five_rounds() -> None:
@@ -102,16 +104,18 @@ def is_norm(run: Run) -> bool:
     return isinstance(run.steps[-1].primitive, Norm)
 
 
-def saved(model: Model, kept: Kept, element: int = 2) -> list[int]:
-    return [kept_elements(model, layer, ROWS, kept, element) for layer in range(model.layers)]
+def elements(model: Model, setting: Kept, element: int = 2) -> list[int]:
+    return [kept_elements(model, layer, ROWS, setting, element) for layer in range(model.layers)]
 
 
 @pytest.mark.parametrize(
     "model", [GPT3, LLAMA_of_kept, halves_of(GPT3), halves_of(LLAMA_of_kept)], ids=lambda model: type(model).__name__
 )
 def test_without_a_choice_all_is_kept_that_autograd_keeps_and_by_our_executor_less(model: Model) -> None:
-    assert saved(model, EXECUTOR) == [model.run(layer).saved(ROWS) for layer in range(model.layers)]
-    assert saved(model, AUTOGRAD) == [model.run(layer).saved(ROWS, made_again=False) for layer in range(model.layers)]
+    assert elements(model, EXECUTOR) == [model.run(layer).saved(ROWS) for layer in range(model.layers)]
+    assert elements(model, AUTOGRAD) == [
+        model.run(layer).saved(ROWS, made_again=False) for layer in range(model.layers)
+    ]
     whole = tuple(model.microbatch_elements(index, ROWS) for index in range(model.layers + 1))
     assert kept_activations(model, ROWS, AUTOGRAD, 2) == whole
 
@@ -127,10 +131,15 @@ def test_with_masks_of_a_byte_a_layer_keeps_what_korthikanti_counts() -> None:
 def test_a_mask_takes_less_the_wider_an_element_is() -> None:
     masks = HEADS * S**2 + 2 * S * H  # of the scores, and of both branches
     for element in (2, 4):
-        less = kept_elements(GPT3, 1, ROWS, AUTOGRAD, element) - kept_elements(GPT3, 1, ROWS, Kept(mask=1.0), element)
-        assert less == ROWS * masks * (1 - 1 / element)
-    assert sum(saved(halves_of(GPT3), AUTOGRAD)) - sum(saved(halves_of(GPT3), Kept(mask=1.0))) == 3 * ROWS * masks / 2
-    assert saved(LLAMA_of_kept, Kept(mask=1.0)) == saved(LLAMA_of_kept, AUTOGRAD), "nothing drops out"
+        difference = kept_elements(GPT3, 1, ROWS, AUTOGRAD, element) - kept_elements(
+            GPT3, 1, ROWS, Kept(mask=1.0), element
+        )
+        assert difference == ROWS * masks * (1 - 1 / element)
+    assert (
+        sum(elements(halves_of(GPT3), AUTOGRAD)) - sum(elements(halves_of(GPT3), Kept(mask=1.0)))
+        == 3 * ROWS * masks / 2
+    )
+    assert elements(LLAMA_of_kept, Kept(mask=1.0)) == elements(LLAMA_of_kept, AUTOGRAD), "nothing drops out"
 
 
 def test_a_branch_that_is_not_kept_leaves_the_residual_alone() -> None:
@@ -139,7 +148,7 @@ def test_a_branch_that_is_not_kept_leaves_the_residual_alone() -> None:
     for layer, run in enumerate(model.runs):
         entering = model.microbatch_elements(layer, ROWS)
         assert stay[layer] == (0 if is_norm(run) else entering)
-    assert saved(model, Kept(branch=False)) == saved(model, AUTOGRAD)
+    assert elements(model, Kept(branch=False)) == elements(model, AUTOGRAD)
 
 
 @pytest.mark.parametrize("slices", [1, 2, 8])
@@ -154,14 +163,14 @@ def test_gathered_inputs_are_kept_as_slices_under_sequence_parallelism(slices: i
 
 @pytest.mark.parametrize("model", [LLAMA_of_kept, halves_of(LLAMA_of_kept)], ids=["whole", "halves"])
 def test_swiglu_in_two_kernels_keeps_what_is_between_them(model: Model) -> None:
-    assert sum(saved(model, Kept(activated=True))) - sum(saved(model, AUTOGRAD)) == 3 * ROWS * S * 4 * H
-    assert saved(GPT3, Kept(activated=True)) == saved(GPT3, AUTOGRAD), "GELU is one kernel"
+    assert sum(elements(model, Kept(activated=True))) - sum(elements(model, AUTOGRAD)) == 3 * ROWS * S * 4 * H
+    assert elements(GPT3, Kept(activated=True)) == elements(GPT3, AUTOGRAD), "GELU is one kernel"
 
 
 def test_swiglu_of_experts_in_two_kernels_keeps_what_is_between_them_for_each_slot() -> None:
     model = Mixtral(layers=2, hidden_size=8, heads=2, seq_len=8, experts=4, ffn_hidden_size=24, capacity_factor=None)
     slots = 4 * ROWS * 8  # without a capacity factor, each token has a slot in each expert
-    assert sum(saved(model, Kept(activated=True))) - sum(saved(model, AUTOGRAD)) == 2 * slots * 24
+    assert sum(elements(model, Kept(activated=True))) - sum(elements(model, AUTOGRAD)) == 2 * slots * 24
 
 
 def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() -> None:
@@ -179,21 +188,23 @@ def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() 
 
 @pytest.mark.parametrize("model", [GPT3, LLAMA_of_kept, halves_of(GPT3), halves_of(LLAMA_of_kept)], ids=str)
 def test_results_of_activation_functions_are_recomputed(model: Model) -> None:
-    less = sum(saved(model, AUTOGRAD)) - sum(saved(model, EXECUTOR))
-    assert less == 3 * ROWS * S * 4 * H
+    difference = sum(elements(model, AUTOGRAD)) - sum(elements(model, EXECUTOR))
+    assert difference == 3 * ROWS * S * 4 * H
 
 
 def test_a_product_that_nobody_reads_is_the_feed_forwards_last() -> None:
     for model in (LLAMA_of_kept, halves_of(LLAMA_of_kept)):
-        more = sum(saved(model, Kept(again="per-op", unread=True))) - sum(saved(model, Kept(again="per-op")))
-        assert more == 3 * ROWS * S * H
+        difference = sum(elements(model, Kept(again="per-op", unread=True))) - sum(
+            elements(model, Kept(again="per-op"))
+        )
+        assert difference == 3 * ROWS * S * H
 
 
 @pytest.mark.parametrize("model", [GPT3, LLAMA_of_kept, halves_of(LLAMA_of_kept)], ids=["gpt", "whole", "halves"])
 def test_keys_and_values_that_are_copied_stay_twice(model: Model) -> None:
-    assert sum(saved(model, Kept(copied=True))) - sum(saved(model, AUTOGRAD)) == 3 * ROWS * S * 2 * H
+    assert sum(elements(model, Kept(copied=True))) - sum(elements(model, AUTOGRAD)) == 3 * ROWS * S * 2 * H
 
 
 def test_every_choice_is_tried() -> None:
-    tried = {"mask", "branch", "gathered", "activated", "again", "unread", "copied", "made_again"}
-    assert {field.name for field in fields(Kept)} == tried
+    names = {"mask", "branch", "gathered", "activated", "again", "unread", "copied", "made_again"}
+    assert {field.name for field in fields(Kept)} == names

@@ -143,7 +143,7 @@ def test_a_file_changes_a_model_by_name(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("layers = 4", 'does not say which model it changes; write, for example, model = "llama"'),
         ('model = "lama"', "there is no model 'lama'; did you mean llama?"),
@@ -159,15 +159,15 @@ def test_a_file_changes_a_model_by_name(file: Path) -> None:
         ("model =", "is not TOML"),
     ],
 )
-def test_a_file_that_describes_no_model_is_refused_by_name(file: Path, text: str, said: str) -> None:
+def test_a_file_that_describes_no_model_is_refused_by_name(file: Path, text: str, message: str) -> None:
     file.write_text(text)
-    with pytest.raises(UserError, match=said) as refusal:
+    with pytest.raises(UserError, match=message) as refusal:
         find_model(str(file))
     assert str(file) in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("lama3-8b", "did you mean llama3-8b?"),
         ("gpt3-175", "did you mean gpt3-175b?"),
@@ -175,6 +175,6 @@ def test_a_file_that_describes_no_model_is_refused_by_name(file: Path, text: str
         ("nowhere.toml", "nowhere.toml cannot be read: No such file"),
     ],
 )
-def test_an_unknown_model_is_refused_with_the_nearest(name: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_an_unknown_model_is_refused_with_the_nearest(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         find_model(name)

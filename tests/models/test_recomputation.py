@@ -33,23 +33,23 @@ def block_of(model: Model) -> tuple[Primitive, ...]:
     return tuple(model.runs[at].all_steps[number].primitive for at, number in model.steps_of_blocks[1])
 
 
-def again(model: Model, word: str) -> list[str]:
+def recomputed_names(model: Model, word: str) -> list[str]:
     """Names of the primitives that run again."""
     block = block_of(model)
     numbers = sorted(recomputation(block, word).again)
     return [getattr(block[number], "name", type(block[number]).__name__) for number in numbers]
 
 
-def saved(model: Model, word: str) -> int:
+def elements(model: Model, word: str) -> int:
     """Elements kept of the second block, with what enters its layers; or of all layers, if the model is cut."""
-    kept = replace(AUTOGRAD, branch=False, again=word)
+    setting = replace(AUTOGRAD, branch=False, again=word)
     layers = [1] if model.layers == 3 else range(model.layers)
-    entering = kept_activations(model, ROWS, kept, 1)
-    return sum(kept_elements(model, layer, ROWS, kept, 2) + entering[layer] for layer in layers)
+    entering = kept_activations(model, ROWS, setting, 1)
+    return sum(kept_elements(model, layer, ROWS, setting, 2) + entering[layer] for layer in layers)
 
 
 @pytest.mark.parametrize(
-    ("model", "word", "less"),
+    ("model", "word", "difference"),
     [
         (LLAMA, "mlp", 3 * T * F),  # gates and ups, and what the activation function makes of them
         (LLAMA, "core_attn", T * 4),  # the sums of four heads' scores; queries, keys and values are the inputs
@@ -65,23 +65,23 @@ def saved(model: Model, word: str) -> int:
         (MIXTURE, "mlp", 0),
     ],
 )
-def test_a_module_keeps_its_inputs_and_not_what_it_makes_inside(model: Model, word: str, less: int) -> None:
-    assert saved(model, "") - saved(model, word) == less
+def test_a_module_keeps_its_inputs_and_not_what_it_makes_inside(model: Model, word: str, difference: int) -> None:
+    assert elements(model, "") - elements(model, word) == difference
 
 
 def test_modules_together_save_as_much_as_each() -> None:
-    alone = sum(saved(MIXTURE, "") - saved(MIXTURE, word) for word in ("layernorm", "moe_act", "core_attn"))
-    assert saved(MIXTURE, "") - saved(MIXTURE, "layernorm+moe_act+core_attn") == alone
-    assert saved(MIXTURE, "moe+shared_experts") == saved(MIXTURE, "moe"), "which holds them"
+    alone = sum(elements(MIXTURE, "") - elements(MIXTURE, word) for word in ("layernorm", "moe_act", "core_attn"))
+    assert elements(MIXTURE, "") - elements(MIXTURE, "layernorm+moe_act+core_attn") == alone
+    assert elements(MIXTURE, "moe+shared_experts") == elements(MIXTURE, "moe"), "which holds them"
 
 
 def test_the_forward_pass_of_a_module_runs_again_as_a_whole() -> None:
-    assert again(LLAMA, "mlp") == ["mlp.c_fc", "Activate", "mlp.c_proj"]
-    assert again(LLAMA, "core_attn") == ["Attend"]
-    assert again(LATENT, "mla_up_proj+layernorm") == ["ln_1", "LatentProjection"]
-    assert again(MIXTURE, "moe_act") == ["ExpertActivate"]
+    assert recomputed_names(LLAMA, "mlp") == ["mlp.c_fc", "Activate", "mlp.c_proj"]
+    assert recomputed_names(LLAMA, "core_attn") == ["Attend"]
+    assert recomputed_names(LATENT, "mla_up_proj+layernorm") == ["ln_1", "LatentProjection"]
+    assert recomputed_names(MIXTURE, "moe_act") == ["ExpertActivate"]
     experts = ["Route", "Place", "Dispatch", "mlp.experts.c_fc", "ExpertActivate", "mlp.experts.c_proj", "Combine"]
-    assert again(MIXTURE, "moe") == ["mlp.shared.c_fc", "Activate", "mlp.shared.c_proj", *experts]
+    assert recomputed_names(MIXTURE, "moe") == ["mlp.shared.c_fc", "Activate", "mlp.shared.c_proj", *experts]
 
 
 HEADS = 4 * 32 + 2 * 2 * 32
@@ -89,7 +89,7 @@ HEADS = 4 * 32 + 2 * 2 * 32
 
 
 @pytest.mark.parametrize(
-    ("word", "kept", "computed"),
+    ("word", "kept_features", "computed"),
     [
         ("minimal", HEADS + H + 2 * F, ["ln_1", "Attend", "Add", "ln_2", "Activate"]),
         ("minimal_with_context", HEADS + 2 * H + 4 + 2 * F, ["ln_1", "Add", "ln_2", "Activate"]),
@@ -101,11 +101,11 @@ HEADS = 4 * 32 + 2 * 2 * 32
     ],
 )
 def test_a_policy_keeps_what_it_names_if_that_is_needed_and_computes_the_rest(
-    word: str, kept: int, computed: list[str]
+    word: str, kept_features: int, computed: list[str]
 ) -> None:
     """The feed-forward's last product is never needed: its result is added, and a sum has no need of its terms."""
-    assert again(LLAMA, word) == computed
-    assert saved(LLAMA, word) == T * (kept + H), "with the block's input"
+    assert recomputed_names(LLAMA, word) == computed
+    assert elements(LLAMA, word) == T * (kept_features + H), "with the block's input"
 
 
 @pytest.mark.parametrize("word", [*POLICIES, "mlp", "core_attn", "layernorm", "mla_up_proj", "moe_act", "moe"])
@@ -116,9 +116,9 @@ def test_a_policy_keeps_what_it_names_if_that_is_needed_and_computes_the_rest(
 def test_a_model_in_more_layers_keeps_and_computes_the_same(model: Llama, word: str, mesh: Mesh) -> None:
     """But for what passes between an attention that is an op and its neighbours, which programs keep in any case."""
     cut = cut_for(model, mesh, planned=True)
-    assert again(cut, word) == again(cut_for(model, Mesh(tp=2), planned=True), word)
-    less, whole = saved(cut, "") - saved(cut, word), 3 * (saved(model, "") - saved(model, word))
-    assert less == pytest.approx(whole, abs=0 if mesh.cp == 1 else whole)
+    assert recomputed_names(cut, word) == recomputed_names(cut_for(model, Mesh(tp=2), planned=True), word)
+    difference, whole = (elements(cut, "") - elements(cut, word), 3 * (elements(model, "") - elements(model, word)))
+    assert difference == pytest.approx(whole, abs=0 if mesh.cp == 1 else whole)
 
 
 def test_words_of_predictions() -> None:
@@ -131,4 +131,4 @@ def test_words_of_predictions() -> None:
 def test_dropout_of_scores_is_not_kept_if_attention_is_computed_again() -> None:
     """Korthikanti et al. 2022, arXiv 2205.05198, section 5: 5 a s^2 b bytes a layer, of which masks take one each."""
     model = GPT(layers=3, hidden_size=H, heads=4, seq_len=S, dropout=0.1)
-    assert saved(model, "") - saved(model, "core_attn") >= 3 * ROWS * 4 * S * S
+    assert elements(model, "") - elements(model, "core_attn") >= 3 * ROWS * 4 * S * S

@@ -141,7 +141,7 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
     q, kv = (primitive.width, 2 * primitive.kv_width) if isinstance(primitive, Attend | HeadNorm) else (0, 0)
     if isinstance(primitive, LatentProjection):
         features = primitive.sizes.q_inputs + primitive.sizes.kv_rank + primitive.sizes.rope_dim
-    given = {
+    tensors = {
         **{name: torch.randn(*shape, features, dtype=dtype) for name in ("x", "y")},
         **{
             name: torch.randn(rows, T, hidden_size, dtype=dtype)
@@ -151,28 +151,32 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
         "choices": choices,
         "slots": assign_slots(ROUTER, choices, Share()),
     }
-    return {name: given[name].requires_grad_(given[name].is_floating_point()) for name in primitive.reads}
+    return {name: tensors[name].requires_grad_(tensors[name].is_floating_point()) for name in primitive.reads}
 
 
-def made_by(
+def outputs_of(
     primitive: Primitive, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], share: Share
 ) -> dict[str, Tensor]:
     """Return the results of a primitive by name."""
     drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
     dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
     x = next(iter(tensors.values()))
-    its = make_factor(primitive, FactorInputs(len(x), T, share, dropout, x))
-    return dict(zip(primitive.makes, compute(primitive, Operands(parameters, tensors, share, its)), strict=True))
+    factor = make_factor(primitive, FactorInputs(len(x), T, share, dropout, x))
+    return dict(zip(primitive.makes, compute(primitive, Operands(parameters, tensors, share, factor)), strict=True))
 
 
-def gradients(made: Mapping[str, Tensor], above: Mapping[str, Tensor], of: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gradients(
+    outputs: Mapping[str, Tensor], grad_outputs: Mapping[str, Tensor], of: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The gradients of some tensors."""
-    leaves = {name: each for name, each in of.items() if each.requires_grad}
+    leaves = {name: tensor for name, tensor in of.items() if tensor.requires_grad}
     if not leaves:
         return {}
-    outputs = [name for name in made if made[name].requires_grad]
-    found = torch.autograd.grad([made[name] for name in outputs], list(leaves.values()), [above[n] for n in outputs])
-    return dict(zip(leaves, found, strict=True))
+    names = [name for name in outputs if outputs[name].requires_grad]
+    grads = torch.autograd.grad(
+        [outputs[name] for name in names], list(leaves.values()), [grad_outputs[n] for n in names]
+    )
+    return dict(zip(leaves, grads, strict=True))
 
 
 class Whole:
@@ -185,9 +189,9 @@ class Whole:
             p.name: torch.randn(p.shape, dtype=torch.float64).requires_grad_() for p in parameters_of(primitive)
         }
         self.tensors = inputs_of(primitive, torch.float64)
-        self.made = made_by(primitive, self.parameters, self.tensors, Share())
-        self.above = {name: torch.randn(y.shape, dtype=torch.float64) for name, y in self.made.items()}
-        self.gradients = gradients(self.made, self.above, self.tensors | self.parameters)
+        self.outputs = outputs_of(primitive, self.parameters, self.tensors, Share())
+        self.grad_outputs = {name: torch.randn(y.shape, dtype=torch.float64) for name, y in self.outputs.items()}
+        self.gradients = gradients(self.outputs, self.grad_outputs, self.tensors | self.parameters)
 
     def piece(self, name: str, tensor: Tensor, indices: str, index: str, number: int, of: int) -> Tensor:
         """A piece of a tensor that has the index; else all of it. Keys and values, gates and features are cut alike."""

@@ -50,7 +50,7 @@ def dealt(tokens: int, parts: int, chance: random.Random) -> list[list[int]]:
     """Tokens dealt among some owners, each with at least one."""
     owners = [*range(parts), *(chance.randrange(parts) for _ in range(tokens - parts))]
     chance.shuffle(owners)
-    return [[token for token, its in enumerate(owners) if its == owner] for owner in range(parts)]
+    return [[token for token, token_owner in enumerate(owners) if token_owner == owner] for owner in range(parts)]
 
 
 @settings(max_examples=examples(40))
@@ -72,13 +72,13 @@ def test_parts_in_any_order_equal_the_whole_forward_and_backward(
     for tokens in mine:
         chance.shuffle(theirs)
         masks = [None if mask is None else mask[:, :, tokens][..., keys] for keys in theirs]
-        made = [attend(part, q[:, tokens], kv[:, k], tokens, k, m) for k, m in zip(theirs, masks, strict=True)]
-        while len(made) > 1:
-            made.append(merge(part, made.pop(chance.randrange(len(made))), made.pop(chance.randrange(len(made)))))
-        mixed[:, tokens] = made[0][..., : part.width]
-        for keys, its in zip(theirs, masks, strict=True):
+        sums = [attend(part, q[:, tokens], kv[:, k], tokens, k, m) for k, m in zip(theirs, masks, strict=True)]
+        while len(sums) > 1:
+            sums.append(merge(part, sums.pop(chance.randrange(len(sums))), sums.pop(chance.randrange(len(sums)))))
+        mixed[:, tokens] = sums[0][..., : part.width]
+        for keys, key_mask in zip(theirs, masks, strict=True):
             for_q, for_kv = attend_backward(
-                part, q[:, tokens], kv[:, keys], made[0], grad[:, tokens], tokens, keys, its
+                part, q[:, tokens], kv[:, keys], sums[0], grad[:, tokens], tokens, keys, key_mask
             )
             grad_q[:, tokens] += for_q
             grad_kv[:, keys] += for_kv
@@ -91,14 +91,14 @@ def test_queries_make_nothing_of_keys_that_come_after_them() -> None:
     part = part_of(8, 2, 2)
     q, kv, grad = inputs(part, 0)
     late, early = list(range(4, 8)), list(range(4))
-    nothing = attend(part, q[:, early], kv[:, late], early, late)
-    assert not nothing[..., : part.width].any()
-    assert nothing[..., part.width :].isneginf().all()
-    assert merge(part, nothing, nothing)[..., : part.width].eq(0).all()
+    unseen = attend(part, q[:, early], kv[:, late], early, late)
+    assert not unseen[..., : part.width].any()
+    assert unseen[..., part.width :].isneginf().all()
+    assert merge(part, unseen, unseen)[..., : part.width].eq(0).all()
     whole = attend(part, q[:, early], kv[:, early], early, early)
-    assert torch.equal(merge(part, nothing, whole), whole)
-    for made in attend_backward(part, q[:, early], kv[:, late], whole, grad[:, early], early, late):
-        assert not made.any()
+    assert torch.equal(merge(part, unseen, whole), whole)
+    for gradient in attend_backward(part, q[:, early], kv[:, late], whole, grad[:, early], early, late):
+        assert not gradient.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -107,8 +107,8 @@ def test_partial_attention_is_in_float32_at_least(dtype: torch.dtype) -> None:
     q, kv, grad = (x.to(dtype) for x in inputs(part, 1))
     mixed = attend(part, q, kv, range(6), range(6))
     assert mixed.dtype is torch.float32
-    made = attend_backward(part, q, kv, mixed, grad.float(), range(6), range(6))
-    assert [each.dtype for each in made] == [dtype, dtype]
+    gradients = attend_backward(part, q, kv, mixed, grad.float(), range(6), range(6))
+    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -39,7 +39,7 @@ from shardlab.models.tensors.backward import autograd
 from shardlab.models.tensors.backward.workspace import TensorPlaces, make_passes
 from shardlab.models.tensors.compute import compute, look_up, with_auxiliary_loss
 from tests.models.conftest import Watched
-from tests.models.tensors.alone import PRIMITIVES, T, Whole, gradients, inputs_of, made_by, parameters_of
+from tests.models.tensors.alone import PRIMITIVES, T, Whole, gradients, inputs_of, outputs_of, parameters_of
 from tests.models.tensors.alone import ROWS as ROWS_imported
 from tests.models.tensors.comparing import error, gradient_of
 
@@ -71,53 +71,65 @@ class Slices:
         default_factory=dict[str, tuple[Tensor, list[tuple[int, Tensor]]]]
     )
 
-    def add(self, number: int, held: Extent, name: str, indices: str, mine: Tensor, expected: Tensor) -> None:
+    def add(self, number: int, extent: Extent, name: str, indices: str, mine: Tensor, expected: Tensor) -> None:
         """A piece that is held is that piece of the whole; a term is kept."""
-        assert held.slices == ({self.index: 1 << number} if self.index in indices.split() else {})
+        assert extent.slices == ({self.index: 1 << number} if self.index in indices.split() else {})
         piece = self.whole.piece(name, expected, indices, self.index, number, self.of)
         assert mine.shape == piece.shape, name
-        if held.term is None:
+        if extent.term is None:
             assert error(mine, piece) <= 1e-12, name
         else:
-            assert held.term.indices == (self.index,)
-            self.terms.setdefault(name, (expected, []))[1].append((held.term.bits, mine))
+            assert extent.term.indices == (self.index,)
+            self.terms.setdefault(name, (expected, []))[1].append((extent.term.bits, mine))
 
     def run(self, number: int) -> None:
         """Forward and back with one slice of the parameters, and of what it reads."""
         whole, primitive, index, of = self.whole, self.whole.primitive, self.index, self.of
-        node = replace(primitive.node, makes={f"made {name}": its for name, its in primitive.node.makes.items()})
+        node = replace(
+            primitive.node, makes={f"made {name}": indices for name, indices in primitive.node.makes.items()}
+        )
         layer, space = Layer("", (node,), (), ()), Space(1, 1, ((index, of),))
         parameters = parameters_of(primitive)
-        own = {
+        weights = {
             p.name: whole.piece_of_parameter(p, whole.parameters[p.name].detach(), index, number, of).requires_grad_()
             for p in parameters
         }
-        given: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
         for name, x in whole.tensors.items():
             mine = whole.piece(name, x.detach(), primitive.reads[name], index, number, of)
-            given[name] = mine.requires_grad_(x.requires_grad)
+            inputs[name] = mine.requires_grad_(x.requires_grad)
         experts = Holds(1 << number, of) if index == "expert" else WHOLE
-        made = made_by(primitive, own, given, Share({index: (number, of)}, experts=experts))
+        outputs = outputs_of(primitive, weights, inputs, Share({index: (number, of)}, experts=experts))
         cut = {index: 1 << number} if parameters or index in primitive.deals else {}
-        reads = {name: Extent({index: 1 << number} if index in its.split() else {}) for name, its in node.reads.items()}
-        held = layer_graph.forward(layer, reads, cut, space)
-        for name, its in primitive.node.makes.items():
-            self.add(number, held[f"made {name}"], f"made {name}", its, made[name].detach(), whole.made[name].detach())
-        above = {
-            name: whole.piece(f"made {name}", y, primitive.makes[name], index, number, of)
-            for name, y in whole.above.items()
+        reads = {
+            name: Extent({index: 1 << number} if index in indices.split() else {})
+            for name, indices in node.reads.items()
         }
-        below, of_weights = layer_graph.backward(
-            layer, held, {name: Extent(held[name].slices) for name in node.makes}, cut, space
+        extents = layer_graph.forward(layer, reads, cut, space)
+        for name, indices in primitive.node.makes.items():
+            self.add(
+                number,
+                extents[f"made {name}"],
+                f"made {name}",
+                indices,
+                outputs[name].detach(),
+                whole.outputs[name].detach(),
+            )
+        grad_outputs = {
+            name: whole.piece(f"made {name}", y, primitive.makes[name], index, number, of)
+            for name, y in whole.grad_outputs.items()
+        }
+        grad_extents, of_weights = layer_graph.backward(
+            layer, extents, {name: Extent(extents[name].slices) for name in node.makes}, cut, space
         )
         assert of_weights is None
-        found = gradients(made, above, given | own)
-        for name, its in node.reads.items():
-            if name in found:
-                self.add(number, below[name], name, its, found[name], whole.gradients[name])
+        grads = gradients(outputs, grad_outputs, inputs | weights)
+        for name, indices in node.reads.items():
+            if name in grads:
+                self.add(number, grad_extents[name], name, indices, grads[name], whole.gradients[name])
         for p in parameters:
             expected = whole.piece_of_parameter(p, whole.gradients[p.name], index, number, of)
-            assert error(found[p.name], expected) <= 1e-12, p.name
+            assert error(grads[p.name], expected) <= 1e-12, p.name
 
 
 @pytest.mark.parametrize(("primitive", "index", "of"), list(cuts()), ids=repr)
@@ -133,39 +145,43 @@ def test_in_slices_it_makes_what_its_rule_says(primitive: Primitive, index: str,
 
 def test_every_index_of_every_primitive_is_tried() -> None:
     """Along which it may be cut: not one that it must hold whole."""
-    tried: dict[type[Primitive], set[str]] = {}
-    may: dict[type[Primitive], set[str]] = {}
+    tested: dict[type[Primitive], set[str]] = {}
+    possible: dict[type[Primitive], set[str]] = {}
     for primitive, indices in PRIMITIVES:
         node = primitive.node
-        its = {
+        node_indices = {
             index
             for table in (node.reads, node.makes, node.weights)
-            for each in table.values()
-            for index in each.split()
+            for indices_text in table.values()
+            for index in indices_text.split()
         }
-        may.setdefault(type(primitive), set()).update(its & set(INDICES) - node.whole)
-        tried.setdefault(type(primitive), set()).update(indices.split())
-    assert tried == may
-    assert {kind for kind in compute.registry if kind.__module__.startswith("shardlab.")} <= set(tried)
+        possible.setdefault(type(primitive), set()).update(node_indices & set(INDICES) - node.whole)
+        tested.setdefault(type(primitive), set()).update(indices.split())
+    assert tested == possible
+    assert {kind for kind in compute.registry if kind.__module__.startswith("shardlab.")} <= set(tested)
 
 
-@pytest.mark.parametrize("primitive", [each for each in ALL if "expert" not in each.reads.get("x", "")], ids=repr)
+@pytest.mark.parametrize(
+    "primitive", [primitive for primitive in ALL if "expert" not in primitive.reads.get("x", "")], ids=repr
+)
 def test_any_tokens_are_computed_alone_unless_it_mixes_them(primitive: Primitive) -> None:
     """Results lie side by side, and parameters' gradients add up; experts' buffers are of whole microbatches."""
     whole, alone = Whole(primitive), True
-    total = {name: torch.zeros_like(each) for name, each in whole.parameters.items()}
+    total = {name: torch.zeros_like(parameter) for name, parameter in whole.parameters.items()}
     for tokens in ([0, 3, 5], [1, 2, 4]):
-        own = {name: each.detach().clone().requires_grad_() for name, each in whole.parameters.items()}
-        given = {n: x.detach()[:, tokens].requires_grad_(x.requires_grad) for n, x in whole.tensors.items()}
+        weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in whole.parameters.items()}
+        inputs = {n: x.detach()[:, tokens].requires_grad_(x.requires_grad) for n, x in whole.tensors.items()}
         try:
-            made = made_by(primitive, own, given, Share(tokens=tokens))
+            outputs = outputs_of(primitive, weights, inputs, Share(tokens=tokens))
         except (IndexError, RuntimeError):
             alone = False
             break
-        found = gradients(made, {n: y[:, tokens] for n, y in whole.above.items() if y.shape[1] == T}, given | own)
-        alone &= all(error(made[n].double(), whole.made[n][:, tokens].double()) <= 1e-12 for n in made)
-        alone &= all(error(found[n], whole.gradients[n][:, tokens]) <= 1e-12 for n in given if n in found)
-        total = {name: total[name] + found[name] for name in total}
+        grads = gradients(
+            outputs, {n: y[:, tokens] for n, y in whole.grad_outputs.items() if y.shape[1] == T}, inputs | weights
+        )
+        alone &= all(error(outputs[n].double(), whole.outputs[n][:, tokens].double()) <= 1e-12 for n in outputs)
+        alone &= all(error(grads[n], whole.gradients[n][:, tokens]) <= 1e-12 for n in inputs if n in grads)
+        total = {name: total[name] + grads[name] for name in total}
     alone &= all(error(total[name], whole.gradients[name]) <= 1e-12 for name in total)
     assert alone is not primitive.mixes_tokens
 
@@ -173,11 +189,14 @@ def test_any_tokens_are_computed_alone_unless_it_mixes_them(primitive: Primitive
 @every_primitive
 def test_its_backward_pass_is_linear_or_affine_as_it_declares(primitive: Primitive) -> None:
     whole = Whole(primitive)
-    given, doubled = whole.tensors | whole.parameters, {name: 2 * each for name, each in whole.above.items()}
+    leaves, doubled = (
+        whole.tensors | whole.parameters,
+        {name: 2 * gradient for name, gradient in whole.grad_outputs.items()},
+    )
 
     def is_doubled(share: Share) -> bool:
-        found = gradients(made_by(primitive, whole.parameters, whole.tensors, share), doubled, given)
-        return all(error(each, 2 * whole.gradients[name]) <= 1e-12 for name, each in found.items())
+        grads = gradients(outputs_of(primitive, whole.parameters, whole.tensors, share), doubled, leaves)
+        return all(error(gradient, 2 * whole.gradients[name]) <= 1e-12 for name, gradient in grads.items())
 
     assert is_doubled(Share(gradient_scale=2))
     assert is_doubled(Share()) is not primitive.affine
@@ -193,23 +212,26 @@ def test_its_passes_keep_what_it_declares(primitive: Primitive) -> None:
     read = {name: at.make(name) for name in tensors}
     drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
     dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
-    Watched.kept.clear()
+    Watched.tensors.clear()
     with patch.object(autograd, "SavedTensors", Watched):
-        both = make_passes(primitive, at) or autograd.autograd_passes(primitive, at)
-        its = Context([None] * at.count, weights, Share(), dropout, ROWS_imported, T)
+        passes = make_passes(primitive, at) or autograd.autograd_passes(primitive, at)
+        ctx = Context([None] * at.count, weights, Share(), dropout, ROWS_imported, T)
         for name, x in tensors.items():
-            its.tensors[read[name]] = (x if "expert" in primitive.reads[name] else x.flatten(0, 1)).detach()
-        both.forward(its)
-    kept = [each for each in (its.tensors[place] for place in both.keeps) if isinstance(each, Tensor)] + Watched.kept
+            ctx.tensors[read[name]] = (x if "expert" in primitive.reads[name] else x.flatten(0, 1)).detach()
+        passes.forward(ctx)
+    saved_tensors = [
+        tensor for tensor in (ctx.tensors[place] for place in passes.keeps) if isinstance(tensor, Tensor)
+    ] + Watched.tensors
     storages = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() // each.element_size() for each in kept
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // tensor.element_size()
+        for tensor in saved_tensors
     }
-    for each in weights:
-        storages.pop(each.untyped_storage().data_ptr(), None)
+    for tensor in weights:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
     places = at.tensors | read
-    named = [its.tensors[places[name]] for name in primitive.keeps()]
-    assert set(storages) >= {each.untyped_storage().data_ptr() for each in named}
-    assert sum(storages.values()) == sum(each.numel() for each in named) + primitive.keeps_beside(ROWS_imported)
+    declared = [ctx.tensors[places[name]] for name in primitive.keeps()]
+    assert set(storages) >= {tensor.untyped_storage().data_ptr() for tensor in declared}
+    assert sum(storages.values()) == sum(tensor.numel() for tensor in declared) + primitive.keeps_beside(ROWS_imported)
 
 
 @every_primitive
@@ -217,8 +239,8 @@ def test_shapes_and_flops_are_those_it_declares(primitive: Primitive) -> None:
     """FLOPs as torch counts them; it counts none for a fused attention."""
     parameters = {p.name: torch.randn(p.shape) for p in parameters_of(primitive)}
     with FlopCounterMode(display=False) as counter:
-        made = made_by(primitive, parameters, inputs_of(primitive, torch.float32, 1), Share())
-    assert {name: tuple(y.shape) for name, y in made.items()} == {n: primitive.shape(n, 1) for n in primitive.makes}
+        outputs = outputs_of(primitive, parameters, inputs_of(primitive, torch.float32, 1), Share())
+    assert {name: tuple(y.shape) for name, y in outputs.items()} == {n: primitive.shape(n, 1) for n in primitive.makes}
     if not isinstance(primitive, Attend) or primitive.drops:
         assert counter.get_total_flops() == primitive.flops()
 
@@ -254,9 +276,9 @@ def by_slices(logits: Tensor, targets: Tensor, slices: int) -> tuple[Tensor, Ten
     size = -(-vocab_size // slices)
     padded = F.pad(logits, (0, size * slices - vocab_size), value=float("-inf"))
     cut = list(zip(padded.chunk(slices, -1), range(0, size * slices, size), strict=True))
-    stats = torch.stack([loss_stats(each, targets, first) for each, first in cut])
+    stats = torch.stack([loss_stats(part, targets, first) for part, first in cut])
     assert stats.shape == (slices, ROWS, LENGTH, 3)
-    gradients = [loss_gradient(each, stats, targets, first) for each, first in cut]
+    gradients = [loss_gradient(part, stats, targets, first) for part, first in cut]
     gradient = torch.cat(gradients, -1)
     assert not gradient[..., vocab_size:].any()
     return combine_loss(stats, targets), gradient[..., :vocab_size]
@@ -292,11 +314,11 @@ def test_the_loss_and_its_gradient_without_autograd_are_bitwise_those_of_autogra
 
 def test_logits_are_left_as_they_were() -> None:
     logits, targets = torch.randn(ROWS, LENGTH, 6, dtype=torch.float64), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    before = logits.clone()
+    copy = logits.clone()
     stats = loss_stats(logits, targets, 0)[None]
     loss_gradient(logits, stats, targets, 0)
     combine_loss(stats, targets)
-    assert torch.equal(logits, before)
+    assert torch.equal(logits, copy)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -313,8 +335,8 @@ def test_statistics_are_in_single_precision_at_least_and_gradients_in_the_logits
 
 def test_an_auxiliary_loss_goes_back_at_the_scale_of_the_gradients_with_its_share_of_the_step() -> None:
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    made = with_auxiliary_loss(2 * x, (x**2).sum(), Share(step_microbatches=4, gradient_scale=8))
-    above = torch.randn_like(x)
-    (gradient,) = torch.autograd.grad(made, x, above)
-    assert torch.equal(made, 2 * x)
-    assert error(gradient, 2 * above + 8 / 4 * 2 * x.detach()) <= 1e-15
+    output = with_auxiliary_loss(2 * x, (x**2).sum(), Share(step_microbatches=4, gradient_scale=8))
+    grad_output = torch.randn_like(x)
+    (gradient,) = torch.autograd.grad(output, x, grad_output)
+    assert torch.equal(output, 2 * x)
+    assert error(gradient, 2 * grad_output + 8 / 4 * 2 * x.detach()) <= 1e-15

@@ -56,7 +56,7 @@ def test_only_large_products_in_float32_on_cpus_have_a_choice() -> None:
         weight, bias = (torch.ones(*size, dtype=dtype, device=device) for size in ((128, width), (128,)))
         with kernel_choices({}), patch.object(compute, "onednn_linear", wraps=compute.onednn_linear) as product:
             linear_backward(linear_forward(x, weight, bias), weight)
-            assert list(KERNEL_CHOICES.items()) == [(each, None) for each in noted], (dtype, device)
+            assert list(KERNEL_CHOICES.items()) == [(noted_product, None) for noted_product in noted], (dtype, device)
             KERNEL_CHOICES.update(dict.fromkeys(noted, True))
             linear_backward(linear_forward(x, weight, bias), weight)
             assert product.call_count == len(noted), (dtype, device)
@@ -78,26 +78,26 @@ def test_each_shape_and_direction_has_its_own_choice(monkeypatch: pytest.MonkeyP
 
 @needs_onednn
 def test_choices_end_with_what_they_were_made_for() -> None:
-    before = {Product(1, 2, 3, False, True): True}
-    with kernel_choices(before):
+    outer = {Product(1, 2, 3, False, True): True}
+    with kernel_choices(outer):
         with kernel_choices({}):
             KERNEL_CHOICES[Product(4, 5, 6, True, False)] = True
-        assert before == KERNEL_CHOICES
+        assert outer == KERNEL_CHOICES
 
 
 @needs_onednn
-@pytest.mark.parametrize(("onednn_takes", "chosen"), [(0.5, True), (0.98, False), (2.0, False)])
+@pytest.mark.parametrize(("onednn_takes", "expected"), [(0.5, True), (0.98, False), (2.0, False)])
 def test_the_faster_kernel_is_chosen_by_the_median_of_turns(
-    onednn_takes: float, chosen: bool, monkeypatch: pytest.MonkeyPatch
+    onednn_takes: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = [(onednn_takes, 1.0)] * 3 + [(100.0, 1.0), (0.01, 1.0)]
 
-    def timed(*_: object) -> list[tuple[float, float]]:
+    def fake_times(*_: object) -> list[tuple[float, float]]:
         return turns
 
-    monkeypatch.setattr(compute, "time_kernels", timed)
+    monkeypatch.setattr(compute, "time_kernels", fake_times)
     product = Product(64, 128, 256, False, True)
-    assert compute.is_onednn_faster(product) is chosen
+    assert compute.is_onednn_faster(product) is expected
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert not compute.is_onednn_faster(product), "torch was told to do without"
 
@@ -114,8 +114,8 @@ def test_both_kernels_are_timed_on_the_product_that_came_up(backward: bool) -> N
         turns = compute.time_kernels(product, range(3, 5), 0.0)
     assert len(turns) == 3, "the fewest, as there is no time"
     assert all(seconds > 0 for turn in turns for seconds in turn)
-    own, other = (matmul, linear) if backward else (linear, matmul)
-    assert ours.call_count == own.call_count == 1 + 3
+    torch_kernel, other = (matmul, linear) if backward else (linear, matmul)
+    assert ours.call_count == torch_kernel.call_count == 1 + 3
     other.assert_not_called()
     x, weight, *_ = ours.call_args.args
     assert x.shape == (5, 256 if backward else 128)

@@ -31,9 +31,9 @@ def test_a_recomputation_draws_the_same_mask_whatever_was_drawn_in_between() -> 
 
 
 def test_masks_leave_torchs_own_random_state_alone() -> None:
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     DROPOUT.mask(DropoutSite.ATTENTION, (8, 8), LIKE)
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"step": 3}, {"layer": 2}, {"microbatches": (5,)}, {}])

@@ -97,7 +97,7 @@ def test_only_the_last_tokens_that_a_model_has_places_for_are_context() -> None:
 LOGITS = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
 
 
-def drawn(choice: TokenSampling) -> list[float]:
+def token_frequencies(choice: TokenSampling) -> list[float]:
     """How often each of the four tokens is drawn."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.tensor([choice.draw(LOGITS, generator) for _ in range(1500)])
@@ -121,11 +121,11 @@ def drawn(choice: TokenSampling) -> list[float]:
 def test_tokens_are_drawn_with_the_probabilities_that_are_asked_for(
     choice: TokenSampling, probabilities: list[float]
 ) -> None:
-    assert drawn(choice) == pytest.approx(probabilities, abs=0.03)
+    assert token_frequencies(choice) == pytest.approx(probabilities, abs=0.03)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"temperature": -1.0}, "temperature is -1; give 0 or more"),
         ({"temperature": float("nan")}, "temperature is nan; give 0 or more"),
@@ -134,8 +134,8 @@ def test_tokens_are_drawn_with_the_probabilities_that_are_asked_for(
         ({"top_p": 1.5}, "top-p is 1.5; give a probability"),
     ],
 )
-def test_a_choice_that_means_nothing_is_refused(fields: dict[str, float], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_choice_that_means_nothing_is_refused(fields: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         TokenSampling(**fields)  # pyright: ignore[reportArgumentType]
 
 

@@ -151,23 +151,26 @@ def played(
             branches = [layer.run(ranks[i][number], (x,), share, dropout)[0] for i, share in enumerate(shares)]
         else:
             branch = torch.stack(branches).sum(0)
-            made = [
+            outputs = [
                 layer.run(ranks[i][number], (branch[:, t.start : t.stop], *residuals[i]), Share(tokens=t), dropout)
                 for i, t in enumerate(cuts)
             ]
-            x, residuals = torch.cat([normalised for normalised, *_ in made], 1), [tuple(each[1:]) for each in made]
+            x, residuals = (
+                torch.cat([normalised for normalised, *_ in outputs], 1),
+                [tuple(values[1:]) for values in outputs],
+            )
     return branches
 
 
 def gradients_of(model: CutModel, ranks: list[list[list[Tensor]]]) -> list[Tensor]:
     """Flat gradients: the slices' one after the other, the norms' summed over ranks."""
     flats: list[Tensor] = []
-    for layer, its in enumerate(model.runs):
+    for layer, layer_run in enumerate(model.runs):
         layout = model.layout(layer)
         runs = torch.zeros(len(ranks), layout.run_numel, dtype=torch.float64)
         for run, leaves in zip(runs, ranks, strict=True):
             fill_gradient(run, layout, leaves[layer])  # a rank without a cut of the sequence has no part in the norms
-        flats.append(runs.flatten() if its.cut else runs.sum(0))
+        flats.append(runs.flatten() if layer_run.cut else runs.sum(0))
     return flats
 
 
@@ -209,9 +212,9 @@ def require_equal_slices(whole: Blocks, slices: int, sequence_parallel: bool) ->
     cuts = [range(start, start + length) for start in range(0, whole.seq_len, length)]
     logits = played(model, ranks, tokens, Dropout(whole.dropout, 1, 2, 99, (3, 5)), cuts)
     firsts = [model.first_token(rank) for rank in range(slices)]
-    stats = torch.stack([loss_stats(its, targets, first) for its, first in zip(logits, firsts, strict=True)])
+    stats = torch.stack([loss_stats(part, targets, first) for part, first in zip(logits, firsts, strict=True)])
     torch.autograd.backward(
-        logits, [loss_gradient(its, stats, targets, first) for its, first in zip(logits, firsts, strict=True)]
+        logits, [loss_gradient(part, stats, targets, first) for part, first in zip(logits, firsts, strict=True)]
     )
 
     assert error(combine_loss(stats, targets), expected) <= 1e-12
@@ -266,14 +269,14 @@ def test_a_norm_on_slices_of_the_sequence_concatenates_and_its_gradients_sum(
     for places in [(0, 12), (0, *ends, 12)]:
         cuts = [range(start, stop) for start, stop in pairwise(places)]
         outputs, total = list[Tensor](), torch.zeros((), dtype=torch.float64)
-        for its in cuts:
+        for tokens in cuts:
             leaves = leaves_of(model, flats, 0)[layer]
-            mine = slice(its.start, its.stop)
-            given = (branch[:, mine],) if layer == 1 else (branch[:, mine], residual[:, mine])
-            made = compute.run(leaves, given, Share(tokens=its), dropout)
-            assert len(made) == (1 if layer == model.layers - 2 else 2), "the last norm hands nothing on"
-            torch.autograd.backward(made, [grad_normalised[:, mine], grad_residual[:, mine]][: len(made)])
-            outputs.append(torch.stack([y.detach() for y in made]))
+            mine = slice(tokens.start, tokens.stop)
+            inputs = (branch[:, mine],) if layer == 1 else (branch[:, mine], residual[:, mine])
+            normed = compute.run(leaves, inputs, Share(tokens=tokens), dropout)
+            assert len(normed) == (1 if layer == model.layers - 2 else 2), "the last norm hands nothing on"
+            torch.autograd.backward(normed, [grad_normalised[:, mine], grad_residual[:, mine]][: len(normed)])
+            outputs.append(torch.stack([y.detach() for y in normed]))
             total = total + torch.cat([gradient_of(leaf).flatten() for leaf in leaves])
         results.append(torch.cat(outputs, 2))
         totals.append(total)
@@ -330,24 +333,24 @@ class Attended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Attend, *inputs: Tensor) -> tuple[Tensor, ...]:
         queries, blocks = inputs[:2], inputs[2:]
-        made = [
+        outputs = [
             merge(part, *(attend(part, q, kv, mine, theirs) for kv, theirs in zip(blocks, TOKENS, strict=True)))
             for q, mine in zip(queries, TOKENS, strict=True)
         ]
         ctx.part = part
-        ctx.save_for_backward(*inputs, *made)
-        return tuple(made)
+        ctx.save_for_backward(*inputs, *outputs)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved: tuple[Tensor, ...] = ctx.saved_tensors
-        queries, blocks, made = (saved[i : i + 2] for i in (0, 2, 4))
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        queries, blocks, outputs = (tensors[i : i + 2] for i in (0, 2, 4))
         totals = [torch.zeros_like(x) for x in (*queries, *blocks)]
         for i, mine in enumerate(TOKENS):
             for j, theirs in enumerate(TOKENS):
-                given = attend_backward(ctx.part, queries[i], blocks[j], made[i], gradients[i], mine, theirs)
-                totals[i] += given[0]
-                totals[2 + j] += given[1]
+                terms = attend_backward(ctx.part, queries[i], blocks[j], outputs[i], gradients[i], mine, theirs)
+                totals[i] += terms[0]
+                totals[2 + j] += terms[1]
         return None, *totals
 
 
@@ -362,21 +365,21 @@ def test_the_cut_model_equals_the_whole_in_loss_and_gradients(whole: Blocks) -> 
         [v.requires_grad_() for v in parameter_views(model.layout(layer), flat)]
         for layer, flat in enumerate(to_layers(model, flats))
     ]
-    held = [select_rows(tokens.T, mine).T for mine in TOKENS]
+    values = [select_rows(tokens.T, mine).T for mine in TOKENS]
     residuals: list[tuple[Tensor, ...]] = [(), ()]
-    for number, (layer, its) in enumerate(zip(make_layers(model), model.signatures, strict=True)):
-        made = [
-            layer.run(leaves[number], (x, *(r if its.carries else ())), Share(tokens=mine), dropout)
-            for x, r, mine in zip(held, residuals, TOKENS, strict=True)
+    for number, (layer, signature) in enumerate(zip(make_layers(model), model.signatures, strict=True)):
+        outputs = [
+            layer.run(leaves[number], (x, *(r if signature.carries else ())), Share(tokens=mine), dropout)
+            for x, r, mine in zip(values, residuals, TOKENS, strict=True)
         ]
-        if its.projects:
-            inputs = *(q for q, _ in made), *(kv for _, kv in made)
-            held = list(cast("tuple[Tensor, ...]", Attended.apply(model.attention_after(number), *inputs)))
+        if signature.projects:
+            inputs = *(q for q, _ in outputs), *(kv for _, kv in outputs)
+            values = list(cast("tuple[Tensor, ...]", Attended.apply(model.attention_after(number), *inputs)))
         else:
-            held = [x for x, *_ in made]
-        if its.carries:
-            residuals = [each[1:] for each in made]
-    losses = [cross_entropy(x, select_rows(targets.T, mine).T) for x, mine in zip(held, TOKENS, strict=True)]
+            values = [x for x, *_ in outputs]
+        if signature.carries:
+            residuals = [carried[1:] for carried in outputs]
+    losses = [cross_entropy(x, select_rows(targets.T, mine).T) for x, mine in zip(values, TOKENS, strict=True)]
     loss = torch.stack(losses).sum()
     loss.backward()
 

@@ -77,18 +77,22 @@ def passes(model: Model, layer: int, compile: bool, scale: float = 1) -> list[Te
     shape = (2, 8, model.hidden_size)
     x = torch.randint(256, shape[:2]) if layer == 0 else torch.randn(shape, dtype=torch.float64)
     dropout = Dropout(model.dropout, 1, 2, layer, (3,))
-    its: Any = CompiledPasses(compile_layers(model)[layer]) if compile else passes_of(model, layer)
+    layer_passes: Any = CompiledPasses(compile_layers(model)[layer]) if compile else passes_of(model, layer)
     layout = model.layout(layer)
-    made, kept = its.forward([x], parameter_views(layout, flat), Share(tokens=range(8), gradient_scale=scale), dropout)
+    outputs, ctx = layer_passes.forward(
+        [x], parameter_views(layout, flat), Share(tokens=range(8), gradient_scale=scale), dropout
+    )
     elsewhere, into = flat.clone(), torch.zeros_like(flat)
-    rooms = parameter_views(layout, into)
+    sums = parameter_views(layout, into)
     flat.fill_(float("nan"))
 
     def take(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
-        add(rooms, gradient, read)
+        add(sums, gradient, read)
 
-    back = its.backward(kept, [torch.ones_like(each) for each in made], parameter_views(layout, elsewhere), take)
-    return [*made, *(each for each in back if each is not None), into]
+    back = layer_passes.backward(
+        ctx, [torch.ones_like(tensor) for tensor in outputs], parameter_views(layout, elsewhere), take
+    )
+    return [*outputs, *(tensor for tensor in back if tensor is not None), into]
 
 
 @pytest.mark.usefixtures("traced_only")
@@ -128,15 +132,15 @@ def executor(compile: bool, layers: int, recompute: Recompute = "none") -> Execu
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize(("recompute", "most"), sampled([("none", 3), ("full", 6)], lambda case: case[0] == "full"))
-def test_each_kind_of_layer_has_one_graph_in_any_number_of_steps(recompute: Recompute, most: int) -> None:
+@pytest.mark.parametrize(("recompute", "maximum"), sampled([("none", 3), ("full", 6)], lambda case: case[0] == "full"))
+def test_each_kind_of_layer_has_one_graph_in_any_number_of_steps(recompute: Recompute, maximum: int) -> None:
     """Recomputed layers have one without gradients as well."""
     plain, ours = (executor(compile, 6, recompute) for compile in (False, True))
     for _ in range(2):
-        expected, made = plain.step(), ours.step()
-        torch.testing.assert_close(made, expected, rtol=1e-12, atol=0)
+        expected, loss = plain.step(), ours.step()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     first = graphs()
-    assert first <= most
+    assert first <= maximum
     for _ in range(2):
         ours.step()
     assert graphs() == first

@@ -65,22 +65,22 @@ def by_definition(router: Router, p: Mapping[str, Tensor], x: Tensor) -> tuple[T
     order: list[list[int]] = [
         row.argsort(descending=True, stable=True).tolist() for row in probabilities
     ]  # the lower expert first
-    taken = [0] * router.experts
+    load = [0] * router.experts
     branch = [torch.zeros(router.hidden_size, dtype=x.dtype) for _ in x]
     dropped = 0
     for turn in range(router.top_k):
         for n, token in enumerate(x):
             e = order[n][turn]
-            if taken[e] == router.capacity(len(x)):
+            if load[e] == router.capacity(len(x)):
                 dropped += 1
                 continue
-            taken[e] += 1
+            load[e] += 1
             whole = probabilities[n, order[n][: router.top_k]].sum() if router.top_k > 1 else 1
             hidden = p["mlp.experts.c_fc.weight"][e] @ token + p["mlp.experts.c_fc.bias"][e]
-            made = p["mlp.experts.c_proj.weight"][e] @ F.gelu(hidden) + p["mlp.experts.c_proj.bias"][e]
-            branch[n] = branch[n] + probabilities[n, e] / whole * made
+            output = p["mlp.experts.c_proj.weight"][e] @ F.gelu(hidden) + p["mlp.experts.c_proj.bias"][e]
+            branch[n] = branch[n] + probabilities[n, e] / whole * output
     shares = [
-        sum(e in chosen[: router.top_k] for chosen in order) / (len(x) * router.top_k) for e in range(router.experts)
+        sum(e in choices[: router.top_k] for choices in order) / (len(x) * router.top_k) for e in range(router.experts)
     ]
     balance = router.experts * sum(share * probabilities[:, e].mean() for e, share in enumerate(shares))
     return torch.stack(branch), torch.as_tensor(balance), dropped
@@ -90,7 +90,7 @@ def by_definition(router: Router, p: Mapping[str, Tensor], x: Tensor) -> tuple[T
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_a_mixture_equals_its_definition_in_result_and_gradients(top_k: int, capacity_factor: float | None) -> None:
     router = replace(ROUTER, top_k=top_k, capacity_factor=capacity_factor)
-    p, wanted = parameters_of(router), parameters_of(router)
+    p, reference = parameters_of(router), parameters_of(router)
     x = torch.randn(6, 6, 8, dtype=torch.float64)  # three microbatches of two sequences
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     weights = torch.randn_like(x)
@@ -99,15 +99,15 @@ def test_a_mixture_equals_its_definition_in_result_and_gradients(top_k: int, cap
     (branch * weights).sum().backward()
 
     total = torch.zeros((), dtype=torch.float64)
-    for microbatch, its, w in zip(theirs.chunk(3), branch.chunk(3), weights.chunk(3), strict=True):
-        expected, balance, dropped = by_definition(router, wanted, microbatch.flatten(0, 1))
+    for microbatch, output, w in zip(theirs.chunk(3), branch.chunk(3), weights.chunk(3), strict=True):
+        expected, balance, dropped = by_definition(router, reference, microbatch.flatten(0, 1))
         assert (dropped == 0) if capacity_factor is None else (dropped > 0 or capacity_factor >= 1)
-        assert error(its.detach().flatten(0, 1), expected.detach()) <= 1e-12
+        assert error(output.detach().flatten(0, 1), expected.detach()) <= 1e-12
         total = total + (expected * w.flatten(0, 1)).sum() + router.auxiliary / 5 * balance
     total.backward()
     assert error(gradient_of(ours), gradient_of(theirs)) <= 1e-12
     for name in p:
-        assert error(gradient_of(p[name]), gradient_of(wanted[name])) <= 1e-12, name
+        assert error(gradient_of(p[name]), gradient_of(reference[name])) <= 1e-12, name
 
 
 @settings(deadline=None, max_examples=examples(30))
@@ -120,8 +120,10 @@ def test_slots_are_given_in_turn_until_an_experts_capacity_is_used_up(
     choices = torch.rand(microbatches * 2, 6, 4, generator=generator).argsort(-1)[..., :top_k]
     slots = assign_slots(router, choices, Share(microbatches=microbatches))
     capacity = router.capacity(12)
-    for m, (its, of) in enumerate(zip(slots.chunk(microbatches), choices.chunk(microbatches), strict=True)):
-        in_turn = list(zip(its.flatten(0, 1).t().flatten(), of.flatten(0, 1).t().flatten(), strict=True))
+    for m, (slot_part, choice_part) in enumerate(
+        zip(slots.chunk(microbatches), choices.chunk(microbatches), strict=True)
+    ):
+        in_turn = list(zip(slot_part.flatten(0, 1).t().flatten(), choice_part.flatten(0, 1).t().flatten(), strict=True))
         for expert in range(4):
             got = [int(slot) for slot, e in in_turn if e == expert]
             first = (m * 4 + expert) * capacity
@@ -178,15 +180,15 @@ def played(model: CutModel, leaves: list[list[list[Tensor]]], tokens: list[Tenso
     xs, share = tokens, Share(step_microbatches=len(tokens))
     for number, (layer, run) in enumerate(zip(make_layers(model), model.runs, strict=True)):
         if not run.cut:
-            made = [
+            outputs = [
                 layer.run(leaves[number][0], (x, *c), share, Dropout(model.dropout, 1, 2, 99, (m,)))
                 for m, c, x in zip(MICROBATCHES, carried, xs, strict=True)
             ]
-            xs, carried = [x for x, *_ in made], [tuple(each[1:]) for each in made]
+            xs, carried = [x for x, *_ in outputs], [tuple(values[1:]) for values in outputs]
         else:
             slices = [x.chunk(run.slices) for x in xs]
-            there = [torch.cat([its[rank] for its in slices]) for rank in range(run.slices)]
-            back = [layer.run(leaves[number][rank], (x,))[0].chunk(len(xs)) for rank, x in enumerate(there)]
+            dispatched = [torch.cat([parts[rank] for parts in slices]) for rank in range(run.slices)]
+            back = [layer.run(leaves[number][rank], (x,))[0].chunk(len(xs)) for rank, x in enumerate(dispatched)]
             xs = [torch.cat([back[rank][i] for rank in range(run.slices)]) for i in range(len(xs))]
     return xs
 
@@ -205,7 +207,7 @@ def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, 
         for layout, flat in zip(map(model.layout, range(model.layers)), to_layers(model, flats), strict=True)
     ]
     logits = played(model, leaves, list(tokens))
-    loss = torch.stack([cross_entropy(its, theirs) for its, theirs in zip(logits, targets, strict=True)]).sum()
+    loss = torch.stack([cross_entropy(part, theirs) for part, theirs in zip(logits, targets, strict=True)]).sum()
     loss.backward()
     assert error(loss.detach(), expected) <= 1e-12
 

@@ -89,8 +89,8 @@ class NanoGPT(nn.Module):
 
     def parameter(self, layer: int, name: str) -> nn.Parameter:
         """The parameter that Shardlab calls `name` in layer `layer`."""
-        outside = name.startswith(("wte", "wpe", "ln_f", "lm_head"))
-        return self.get_parameter(name if outside else f"h.{layer}.{name}")
+        is_outside = name.startswith(("wte", "wpe", "ln_f", "lm_head"))
+        return self.get_parameter(name if is_outside else f"h.{layer}.{name}")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ class Attention(nn.Module):
             for part in self.c_attn(x).split(self.sections, -1)
         )
         q, k = turn(q, self.rope_theta), turn(k, self.rope_theta)
-        k, v = (each.repeat_interleave(config.heads // self.kv_heads, 1) for each in (k, v))
+        k, v = (heads.repeat_interleave(config.heads // self.kv_heads, 1) for heads in (k, v))
         scores = q @ k.mT / (hidden_size // config.heads) ** 0.5
         future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
@@ -221,13 +221,13 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        best, which = self.router(x).topk(self.top_k, -1)
-        made = self.shared(x) if self.shared else torch.zeros_like(x)
-        for weight, expert in zip(best.softmax(-1).unbind(-1), which.unbind(-1), strict=True):
+        best, choices = self.router(x).topk(self.top_k, -1)
+        total = self.shared(x) if self.shared else torch.zeros_like(x)
+        for weight, expert in zip(best.softmax(-1).unbind(-1), choices.unbind(-1), strict=True):
             gate, up = torch.einsum("rtc,rthc->rth", x, self.experts["c_fc"][expert]).chunk(2, -1)
-            its = torch.einsum("rth,rtch->rtc", F.silu(gate) * up, self.experts["c_proj"][expert])
-            made = made + weight[..., None] * its
-        return made
+            output = torch.einsum("rth,rtch->rtc", F.silu(gate) * up, self.experts["c_proj"][expert])
+            total = total + weight[..., None] * output
+        return total
 
 
 class Block_of_llama(nn.Module):
@@ -260,8 +260,8 @@ class Transformer(nn.Module):
         """The parameter that Shardlab calls `name` in layer `layer`."""
         if name.startswith("mlp.experts"):
             name = f"mlp.experts.{name.split('.')[2]}"
-        outside = name.startswith(("wte", "ln_f", "lm_head"))
-        return self.get_parameter(name if outside else f"h.{layer}.{name}")
+        is_outside = name.startswith(("wte", "ln_f", "lm_head"))
+        return self.get_parameter(name if is_outside else f"h.{layer}.{name}")
 
 
 @pytest.mark.parametrize(
@@ -298,8 +298,8 @@ def test_logits_loss_and_gradients_are_an_independent_models(model: GPT) -> None
 
     assert error(logits.detach(), expected.detach()) <= 1e-12
     assert error(loss.detach(), expected_loss.detach()) <= 1e-12
-    for mine, its in zip(ours, theirs, strict=True):
-        gradients = (torch.cat([gradient_of(p).flatten() for p in parameters]) for parameters in (mine, its))
+    for mine, other in zip(ours, theirs, strict=True):
+        gradients = (torch.cat([gradient_of(p).flatten() for p in parameters]) for parameters in (mine, other))
         assert error(*gradients) <= 1e-12
 
 
@@ -310,9 +310,9 @@ def angles(tokens: Sequence[int], size: int, theta: float, dtype: torch.dtype = 
 def test_turns_in_real_numbers_are_those_in_complex_numbers() -> None:
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     whole = angles([0, 5, 6], 4, 100.0)
-    made = [rotate(x, each, 2) for each in (whole, torch.view_as_real(whole))]
-    torch.testing.assert_close(*made, rtol=1e-14, atol=1e-14)
-    back = [torch.autograd.grad(each.square().sum(), x)[0] for each in made]
+    rotated = [rotate(x, turns, 2) for turns in (whole, torch.view_as_real(whole))]
+    torch.testing.assert_close(*rotated, rtol=1e-14, atol=1e-14)
+    back = [torch.autograd.grad(tensor.square().sum(), x)[0] for tensor in rotated]
     torch.testing.assert_close(*back, rtol=1e-14, atol=1e-14)
 
 
@@ -330,9 +330,9 @@ def test_autograd_goes_through_norms_and_turns() -> None:
 def test_half_precision_is_normalised_and_turned_in_single(dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, 8, 12, dtype=dtype), torch.ones(12, dtype=dtype)
     assert rms_norm(100 * x, weight).dtype == dtype
-    made = rotate(x, angles(range(8), 4, 100.0, torch.float32), 2)
-    torch.testing.assert_close(made, rotate(x.double(), angles(range(8), 4, 100.0), 2).to(dtype))
-    assert torch.equal(made[..., 8:], x[..., 8:])  # values stay
+    rotated = rotate(x, angles(range(8), 4, 100.0, torch.float32), 2)
+    torch.testing.assert_close(rotated, rotate(x.double(), angles(range(8), 4, 100.0), 2).to(dtype))
+    assert torch.equal(rotated[..., 8:], x[..., 8:])  # values stay
 
 
 def test_products_of_turned_queries_and_keys_depend_on_their_distance_alone() -> None:

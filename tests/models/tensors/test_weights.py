@@ -19,7 +19,7 @@ from shardlab.models.tensors.weights import _put, _take
 MODEL = GPT(layers=8, hidden_size=96, vocab_size=300, seq_len=80)
 
 
-def named(layer: int, flat: Tensor) -> dict[str, Tensor]:
+def views_by_name(layer: int, flat: Tensor) -> dict[str, Tensor]:
     layout = MODEL.layout(layer)
     return {p.name: view for p, view in zip(layout.parameters, parameter_views(layout, flat), strict=True)}
 
@@ -41,7 +41,7 @@ def test_first_weights_are_a_function_of_seed_and_layer() -> None:
 
 @pytest.mark.parametrize("layer", [0, 3, 7])
 def test_first_weights_are_nanogpts(layer: int) -> None:
-    for name, weight in named(layer, initial_weights(MODEL, layer, 0, torch.float32)).items():
+    for name, weight in views_by_name(layer, initial_weights(MODEL, layer, 0, torch.float32)).items():
         if weight.dim() == 1:
             assert weight.eq(0 if name.endswith("bias") else 1).all(), name
         else:

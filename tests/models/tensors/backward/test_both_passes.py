@@ -130,48 +130,48 @@ class Passes:
         self.weights = parameter_views(model.layout(owner), self.flat)
         self.inputs = inputs_of(model, layer, ROWS, dtype, self.share)
         self.layer = passes_of(model, layer)
-        self.made, self.its, self.kept = forward(model, layer, self.inputs, self.weights, self.share)
-        self.gradients = [torch.randn_like(y) for y in self.made]
+        self.outputs, self.ctx, self.saved_tensors = forward(model, layer, self.inputs, self.weights, self.share)
+        self.gradients = [torch.randn_like(y) for y in self.outputs]
         self.later: list[tuple[AddGradients, Tensor, Tensor]] = []
 
-    def backward(self, rooms: Sequence[Tensor], *, halves: bool = False) -> list[Tensor]:
-        """The inputs' gradients, where there are any; adds those of the weights to `rooms`."""
+    def backward(self, sums: Sequence[Tensor], *, halves: bool = False) -> list[Tensor]:
+        """The inputs' gradients, where there are any; adds those of the weights to `sums`."""
 
         def take(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
             if halves:
                 self.later.append((add, gradient, read))
             else:
-                add(rooms, gradient, read)
+                add(sums, gradient, read)
 
-        made = self.layer.backward(self.its, self.gradients, self.weights, take)
-        return [gradient for gradient in made if gradient is not None]
+        gradients = self.layer.backward(self.ctx, self.gradients, self.weights, take)
+        return [gradient for gradient in gradients if gradient is not None]
 
-    def backward_weight(self, rooms: Sequence[Tensor]) -> None:
+    def backward_weight(self, sums: Sequence[Tensor]) -> None:
         """The second half of a backward pass."""
         while self.later:
             add, gradient, read = self.later.pop(0)
-            add(rooms, gradient, read)
+            add(sums, gradient, read)
 
-    def rooms(self) -> list[Tensor]:
+    def zero_sums(self) -> list[Tensor]:
         return [torch.zeros_like(weight) for weight in self.weights]
 
 
 @every_slice()
 def test_both_passes_are_those_that_autograd_makes_of_the_definition(model: Model, layer: int, number: int) -> None:
-    its = Passes(model, layer, number)
-    leaves = [weight.clone().requires_grad_() for weight in its.weights]
+    passes = Passes(model, layer, number)
+    leaves = [weight.clone().requires_grad_() for weight in passes.weights]
     dropout = Dropout(model.dropout, 0, 0, layer, (0,))
-    made = make_layers(model)[layer].run(leaves, its.inputs, its.share, dropout)
-    torch.autograd.backward(made, its.gradients)
-    rooms = its.rooms()
-    gradients = its.backward(rooms)
-    for mine, its_own in zip(its.made, made, strict=True):
-        assert error(mine, its_own) <= 1e-14
-    expected = [x.grad for x in its.inputs if x.grad is not None]
-    for mine, its_own in zip(gradients, expected, strict=True):
-        assert error(mine, its_own) <= 1e-14
-    for room, leaf in zip(rooms, leaves, strict=True):
-        assert leaf.grad is None or error(room, leaf.grad) <= 1e-13
+    outputs = make_layers(model)[layer].run(leaves, passes.inputs, passes.share, dropout)
+    torch.autograd.backward(outputs, passes.gradients)
+    sums = passes.zero_sums()
+    gradients = passes.backward(sums)
+    for mine, reference in zip(passes.outputs, outputs, strict=True):
+        assert error(mine, reference) <= 1e-14
+    expected = [x.grad for x in passes.inputs if x.grad is not None]
+    for mine, reference in zip(gradients, expected, strict=True):
+        assert error(mine, reference) <= 1e-14
+    for total, leaf in zip(sums, leaves, strict=True):
+        assert leaf.grad is None or error(total, leaf.grad) <= 1e-13
 
 
 @every_slice()
@@ -179,33 +179,33 @@ def test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(
     model: Model, layer: int, number: int
 ) -> None:
     """It lies elsewhere for the first half, and nowhere for the second."""
-    its, halves = Passes(model, layer, number), Passes(model, layer, number)
-    expected, rooms = its.rooms(), its.rooms()
-    x_expected = its.backward(expected)
+    passes, halves = Passes(model, layer, number), Passes(model, layer, number)
+    expected, sums = passes.zero_sums(), passes.zero_sums()
+    x_expected = passes.backward(expected)
     elsewhere = halves.flat.clone()
     halves.flat.fill_(torch.nan)
     halves.weights = parameter_views(model.layout(0 if model.borrowed(layer) else layer), elsewhere)
-    made = halves.backward(rooms, halves=True)
+    gradients = halves.backward(sums, halves=True)
     elsewhere.fill_(torch.nan)
-    halves.backward_weight(rooms)
-    for mine, its_own in zip((*made, *rooms), (*x_expected, *expected), strict=True):
-        assert torch.equal(mine, its_own)
+    halves.backward_weight(sums)
+    for mine, reference in zip((*gradients, *sums), (*x_expected, *expected), strict=True):
+        assert torch.equal(mine, reference)
 
 
 @every_slice()
 def test_gradients_are_added_to_what_is_there_and_nothing_stays(model: Model, layer: int, number: int) -> None:
-    fresh, more = Passes(model, layer, number), Passes(model, layer, number)
-    zeros, ones = fresh.rooms(), [torch.ones_like(weight) for weight in fresh.weights]
-    fresh.backward(zeros)
-    more.backward(ones)
+    first, second = Passes(model, layer, number), Passes(model, layer, number)
+    zeros, ones = first.zero_sums(), [torch.ones_like(weight) for weight in first.weights]
+    first.backward(zeros)
+    second.backward(ones)
     for zero, one in zip(zeros, ones, strict=True):
         assert error(one, zero + 1) <= 1e-14
-    assert not any(each is not None for each in fresh.its.tensors)
+    assert not any(tensor is not None for tensor in first.ctx.tensors)
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Place of each memory to its bytes."""
-    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
@@ -218,11 +218,11 @@ def test_between_the_halves_stays_what_models_declare(model: Model) -> None:
 def kept_between_the_halves(model: Model, layer: int) -> int:
     elements = 0
     for number in range(model.layout(layer).slices):
-        its = Passes(model, layer, number)
-        its.backward(its.rooms(), halves=True)
-        its.kept.clear()
-        stays = [each for _, *both in its.later for each in both if each.dim() > 1]
-        others = storages([its.flat, *its.gradients, *its.inputs])
+        passes = Passes(model, layer, number)
+        passes.backward(passes.zero_sums(), halves=True)
+        passes.saved_tensors.clear()
+        stays = [tensor for _, *pair in passes.later for tensor in pair if tensor.dim() > 1]
+        others = storages([passes.flat, *passes.gradients, *passes.inputs])
         elements += sum(size for place, size in storages(stays).items() if place not in others) // 8
     return elements
 
@@ -237,23 +237,23 @@ def kept_between_the_halves(model: Model, layer: int) -> int:
 )
 def test_a_pass_that_keeps_nothing_makes_the_same_to_the_bit(model: Model, dtype: torch.dtype) -> None:
     for layer in different_layers(model):
-        its, dropout = Passes(model, layer, 0, dtype), Dropout(model.dropout, 0, 0, layer, (0,))
-        inputs = [x.detach() for x in its.inputs]
-        made, _ = its.layer.forward(inputs, its.weights, its.share, dropout, keeps=False)
-        assert all(torch.equal(a, b) for a, b in zip(made, its.made, strict=True))
+        passes, dropout = Passes(model, layer, 0, dtype), Dropout(model.dropout, 0, 0, layer, (0,))
+        inputs = [x.detach() for x in passes.inputs]
+        outputs, _ = passes.layer.forward(inputs, passes.weights, passes.share, dropout, keeps=False)
+        assert all(torch.equal(a, b) for a, b in zip(outputs, passes.outputs, strict=True))
 
 
 def test_gradients_may_be_summed_in_wider_numbers_than_they_are_made_in() -> None:
     for model in (WHOLE[0], WHOLE[8], WHOLE[11]):
-        its, exact = Passes(model, 1, 0, torch.bfloat16), Passes(model, 1, 0, torch.bfloat16)
+        passes, exact = Passes(model, 1, 0, torch.bfloat16), Passes(model, 1, 0, torch.bfloat16)
         wide, narrow = (
-            [torch.zeros_like(weight, dtype=dtype) for weight in its.weights] for dtype in (torch.float32, None)
+            [torch.zeros_like(weight, dtype=dtype) for weight in passes.weights] for dtype in (torch.float32, None)
         )
-        its.backward(wide)
+        passes.backward(wide)
         exact.backward(narrow)
-        for room, its_own in zip(wide, narrow, strict=True):
-            assert room.dtype == torch.float32
-            assert torch.equal(room.bfloat16(), its_own)
+        for total, reference in zip(wide, narrow, strict=True):
+            assert total.dtype == torch.float32
+            assert torch.equal(total.bfloat16(), reference)
 
 
 def test_every_activation_function_is_made_again_that_a_large_product_reads() -> None:
@@ -261,7 +261,7 @@ def test_every_activation_function_is_made_again_that_a_large_product_reads() ->
     assert not any(run.made_again for model in small for run in model.runs)
     for run in (run for model in large for run in model.runs):
         followed = {n for n, step in enumerate(run.steps) if isinstance(step.primitive, Activate | ExpertActivate)}
-        assert {made.step for made in run.made_again} == followed
+        assert {recomputed.step for recomputed in run.made_again} == followed
 
 
 @singledispatch
@@ -273,46 +273,50 @@ def none(primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
 @every_slice(lambda case: is_in_sample(case) and case[0] in WHOLE)
 def test_autograd_makes_the_backward_pass_of_a_primitive_that_has_none(model: Model, layer: int, number: int) -> None:
     """Wherever its weight lies then."""
-    its = Passes(model, layer, number)
-    expected = its.rooms()
-    x_expected = its.backward(expected)
+    by_hand = Passes(model, layer, number)
+    expected = by_hand.zero_sums()
+    x_expected = by_hand.backward(expected)
     with patch.object(layer_module, "make_passes", none):
         mine = Passes(model, layer, number)
-    assert any(isinstance(each, AutogradGraph) for each in mine.its.tensors)
+    assert any(isinstance(tensor, AutogradGraph) for tensor in mine.ctx.tensors)
     elsewhere = mine.flat.clone()
     mine.flat.fill_(torch.nan)
     mine.weights = parameter_views(model.layout(0 if model.borrowed(layer) else layer), elsewhere)
-    rooms = mine.rooms()
-    made = mine.backward(rooms)
-    for ours, its_own in zip((*mine.made, *made, *rooms), (*its.made, *x_expected, *expected), strict=True):
-        assert error(ours, its_own) <= 1e-13
+    sums = mine.zero_sums()
+    gradients = mine.backward(sums)
+    for ours, reference in zip(
+        (*mine.outputs, *gradients, *sums), (*by_hand.outputs, *x_expected, *expected), strict=True
+    ):
+        assert error(ours, reference) <= 1e-13
 
 
 class Without:
     """The primitives' passes, but for those of one kind."""
 
     def __init__(self, kind: type[Primitive]) -> None:
-        self.registry = {each: its for each, its in make_passes.registry.items() if each is not kind}
+        self.registry = {
+            primitive: factory for primitive, factory in make_passes.registry.items() if primitive is not kind
+        }
 
     def __call__(self, primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
         return make_passes(primitive, at)
 
 
-@pytest.mark.parametrize("most", sampled([1, 5], {1}.__contains__))
+@pytest.mark.parametrize("maximum", sampled([1, 5], {1}.__contains__))
 @pytest.mark.parametrize(
     "kind", [kind for kind in make_passes.registry if kind is not object], ids=lambda kind: kind.__name__
 )
-def test_passes_that_autograd_makes_meet_those_that_are_written_out(kind: type[Primitive], most: int) -> None:
+def test_passes_that_autograd_makes_meet_those_that_are_written_out(kind: type[Primitive], maximum: int) -> None:
     """In so many layers that have the primitive, or as many as there are."""
-    found = 0
+    count = 0
     for model in (WHOLE[4], WHOLE[6], WHOLE[8], WHOLE[10], WHOLE[11], WHOLE[13], CUT[-5]):
         for layer in different_layers(model):
-            if found < most and any(type(step.primitive) is kind for step in model.run(layer).steps):
-                found += 1
+            if count < maximum and any(type(step.primitive) is kind for step in model.run(layer).steps):
+                count += 1
                 with patch.object(layer_module, "make_passes", Without(kind)):
                     test_both_passes_are_those_that_autograd_makes_of_the_definition(model, layer, 0)
                     test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(model, layer, 0)
-    assert found
+    assert count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,8 +372,8 @@ class Unusual(GPT):
     def attention_part(self) -> tuple[Primitive, ...]:
         norm, project, attend, *rest = super().attention_part()
         tokens, width = self.seq_len, self.hidden_size
-        between, after = Halved(tokens=tokens, hidden_size=width), Gate(tokens=tokens, hidden_size=width)
-        return norm, project, between, attend, after, *rest
+        halved, gate = Halved(tokens=tokens, hidden_size=width), Gate(tokens=tokens, hidden_size=width)
+        return norm, project, halved, attend, gate, *rest
 
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
         attention, (name, (*others, add)) = super().block_parts()
@@ -387,9 +391,9 @@ def test_outputs_of_a_primitive_have_memory_of_their_own() -> None:
     step = WHOLE[0].run(0).steps[0]._replace(primitive=HandsOn(tokens=8, hidden_size=4))
     x = torch.randn(2, 8, 4)
     for keeps in (True, False):
-        (made,), _ = prepare_layer(Run((step,), ("x",), ("x",)), "cpu").forward([x], (), keeps=keeps)
-        assert torch.equal(made, x)
-        assert made.data_ptr() != x.data_ptr()
+        (output,), _ = prepare_layer(Run((step,), ("x",), ("x",)), "cpu").forward([x], (), keeps=keeps)
+        assert torch.equal(output, x)
+        assert output.data_ptr() != x.data_ptr()
 
 
 def test_a_layer_without_parameters_draws_masks() -> None:
@@ -398,13 +402,13 @@ def test_a_layer_without_parameters_draws_masks() -> None:
         Activate(tokens=8, activation="gelu", hidden=4),
         Add(tokens=8, hidden_size=4, bias="", drops=True, site=DropoutSite.FEED_FORWARD_OUTPUT),
     )
-    run, given = (
+    run, inputs = (
         Run(tuple(step._replace(primitive=part) for part in parts), ("x", "s"), ("s",)),
         torch.randn(2, 2, 8, 4),
     )
     dropout = Dropout(0.2, 0, 0, 0, (0,))
-    (made,), _ = prepare_layer(run, "cpu").forward([*given], (), dropout=dropout, keeps=False)
-    assert torch.equal(made, TensorLayer(run).run((), [*given], dropout=dropout)[0])
+    (output,), _ = prepare_layer(run, "cpu").forward([*inputs], (), dropout=dropout, keeps=False)
+    assert torch.equal(output, TensorLayer(run).run((), [*inputs], dropout=dropout)[0])
 
 
 class Twice(Activate):
@@ -419,25 +423,25 @@ def test_a_primitive_that_is_made_of_another_one_does_not_take_its_passes() -> N
         else step
         for step in run.steps
     ]
-    with patch.object(layer_module, "autograd_passes", wraps=autograd_passes) as asked:
+    with patch.object(layer_module, "autograd_passes", wraps=autograd_passes) as autograd_calls:
         prepare_layer(run, "cpu")
-        assert not asked.called
+        assert not autograd_calls.called
         prepare_layer(replace(run, steps=tuple(twice)), "cpu")
-        assert [type(call.args[0]) for call in asked.call_args_list] == [Twice]
+        assert [type(call.args[0]) for call in autograd_calls.call_args_list] == [Twice]
 
 
 @pytest.mark.parametrize("halves", range(3))
 def test_a_pass_that_is_let_go_at_any_point_takes_what_it_kept_with_it(halves: int) -> None:
-    its = Passes(GPT(**SMALL, dropout=0.2), 1)
-    gone = [weakref.ref(each) for each in its.kept]
-    its.kept.clear()
+    passes = Passes(GPT(**SMALL, dropout=0.2), 1)
+    references = [weakref.ref(tensor) for tensor in passes.saved_tensors]
+    passes.saved_tensors.clear()
     if halves >= 1:
-        its.backward(its.rooms(), halves=True)
+        passes.backward(passes.zero_sums(), halves=True)
     if halves == 2:
-        its.backward_weight(its.rooms())
+        passes.backward_weight(passes.zero_sums())
     gc.disable()
     try:
-        del its
-        assert not [each for each in gone if each() is not None]
+        del passes
+        assert not [reference for reference in references if reference() is not None]
     finally:
         gc.enable()
