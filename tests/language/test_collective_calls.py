@@ -247,9 +247,9 @@ def test_each_rooted_verb_stands_on_the_tape_with_what_its_rank_gives_and_receiv
 def test_a_broadcast_gives_the_root_its_own_value_back_even_if_no_key_names_it() -> None:
     async def program(rank: Rank) -> None:
         value = rank.load_weight(0) if rank.index == 0 else None
-        got = await rank.broadcast(value, root=0)
-        assert (got is value) == (rank.index == 0)
-        rank.weights["kept"] = got
+        received = await rank.broadcast(value, root=0)
+        assert (received is value) == (rank.index == 0)
+        rank.weights["kept"] = received
 
     world = World(2, 1, 1)
     world.run(program)

@@ -201,7 +201,7 @@ def test_communications_without_a_peer_are_incomplete() -> None:
     matcher = Matcher[str]()
     matcher[0, 1].join(0)[0] = "sent"
     matcher[1, 0].join(0)[0] = "wanted"
-    assert [list(came.values()) for came in matcher.incomplete()] == [["sent"], ["wanted"]]
+    assert [list(arrived.values()) for arrived in matcher.incomplete()] == [["sent"], ["wanted"]]
 
 
 def test_tapes_alone_give_the_meetings_that_the_check_finds() -> None:

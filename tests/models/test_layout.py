@@ -27,8 +27,8 @@ from tests.support.thorough import sampled
 INDICES = ("out", "in", "deep")
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 layouts = st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=12).map(
-    lambda given: LayerLayout(
-        Parameter(str(i), shape, decayed, INDICES[: len(shape)]) for i, (shape, decayed) in enumerate(given)
+    lambda parameters: LayerLayout(
+        Parameter(str(i), shape, decayed, INDICES[: len(shape)]) for i, (shape, decayed) in enumerate(parameters)
     )
 )
 

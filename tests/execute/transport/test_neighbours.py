@@ -157,14 +157,14 @@ def test_all_that_is_exchanged_is_what_gloo_brings(ranks: World, size: int) -> N
 
 def flooded_before_gloo(rank: int) -> None:
     """Rank 1 receives only after both have met in gloo."""
-    met, came = torch.ones(1), torch.empty(1)
+    shared, received = torch.ones(1), torch.empty(1)
     if rank == 0:
         for _ in range(MANY):
             send(torch.ones(1), 1)
-    dist.broadcast(met, 0)
+    dist.broadcast(shared, 0)
     if rank == 1:
         for _ in range(MANY):
-            recv(came, 0).wait()
+            recv(received, 0).wait()
 
 
 def test_who_sends_waits_for_nobody(ranks: World) -> None:
@@ -330,14 +330,14 @@ def test_more_channels_than_the_table_holds_are_refused() -> None:
 def crossing(rank: int) -> float:
     """Both ranks wait for what they send, and meet, before they wait for what they receive."""
     other, message = 1 - rank, torch.ones(LARGE)
-    came = [torch.zeros(LARGE) for _ in range(10)]
-    receives = [recv(tensor, other) for tensor in came]
-    for work in [send(message, other) for _ in came]:
+    received = [torch.zeros(LARGE) for _ in range(10)]
+    receives = [recv(tensor, other) for tensor in received]
+    for work in [send(message, other) for _ in received]:
         work.wait()
     dist.barrier()
     for work in receives:
         work.wait()
-    return float(sum(tensor[-1] for tensor in came))
+    return float(sum(tensor[-1] for tensor in received))
 
 
 def test_a_send_is_over_once_its_receive_has_begun(ranks: World) -> None:
@@ -361,19 +361,19 @@ def talked(rank: int, programs: list[Program]) -> list[dict[int, float]]:
 
 def _talk(rank: int, tape: Sequence[Op], groups: dict[tuple[int, ...], Any]) -> dict[int, float]:
     works: dict[int, Any] = {}
-    came: dict[int, Tensor] = {}
+    received: dict[int, Tensor] = {}
     for at, op in enumerate(tape):
         if op.kind is OpKind.WAIT:
             works.pop(op.handle).wait()
         elif op.kind is OpKind.SEND:
             works[op.handle] = send(torch.tensor([_value_of(rank, at)]), op.peer)
         elif op.kind is OpKind.RECV:
-            came[at] = torch.empty(1)
-            works[op.handle] = recv(came[at], op.peer)
+            received[at] = torch.empty(1)
+            works[op.handle] = recv(received[at], op.peer)
         elif op.group is not None:
-            came[at] = torch.tensor([_value_of(rank, at)])
-            works[op.handle] = all_reduce(came[at], groups[op.group.ranks])
-    return {at: float(tensor) for at, tensor in came.items()}
+            received[at] = torch.tensor([_value_of(rank, at)])
+            works[op.handle] = all_reduce(received[at], groups[op.group.ranks])
+    return {at: float(tensor) for at, tensor in received.items()}
 
 
 def _value_of(rank: int, at: int) -> float:
@@ -387,10 +387,10 @@ def test_programs_that_a_rendezvous_lets_pass_end(ranks: World) -> None:
     assert len(right) > 50
     ends = ranks(4).call(talked, [case.program for case in right])
     for case in right:
-        came = [ends[rank].pop(0) for rank in range(len(case.program.tapes))]
+        received = [ends[rank].pop(0) for rank in range(len(case.program.tapes))]
         for _, _, members in case.communications:
             inputs = [_value_of(rank, at) for rank, _, at in members]
-            receives = [came[rank][at] for rank, _, at in members if at in came[rank]]
+            receives = [received[rank][at] for rank, _, at in members if at in received[rank]]
             assert receives == ([inputs[0]] if len(receives) < len(inputs) else [sum(inputs)] * len(inputs))
 
 
@@ -429,14 +429,14 @@ def test_a_term_that_is_kept_stays_until_it_is_added(ranks: World) -> None:
 
 def flooded(rank: int) -> float:
     """Both ranks send `MANY` messages before either receives one."""
-    other, came = 1 - rank, torch.empty(1)
+    other, received = 1 - rank, torch.empty(1)
     for number in range(MANY):
         send(torch.tensor([float(number)]), other)
     total = 0.0
     for number in range(MANY):
-        recv(came, other).wait()
-        assert float(came) == number
-        total += float(came)
+        recv(received, other).wait()
+        assert float(received) == number
+        total += float(received)
     return total
 
 
@@ -476,11 +476,11 @@ def on_two_hosts(rank: int) -> tuple[list[bool], float]:
         assert not isinstance(transport_of(world), SharedTransport)
         total = torch.tensor([float(rank)])
         all_reduce(total, world).wait()
-        came = torch.empty(1)
-        works = [send(total + rank, rank ^ 2), recv(came, rank ^ 2), send(total, rank ^ 1), recv(total, rank ^ 1)]
+        received = torch.empty(1)
+        works = [send(total + rank, rank ^ 2), recv(received, rank ^ 2), send(total, rank ^ 1), recv(total, rank ^ 1)]
         for work in works:
             work.wait()
-        assert float(came) == 6 + (rank ^ 2)
+        assert float(received) == 6 + (rank ^ 2)
         return [other in connected for other in range(4)], float(total)
     finally:
         connect_neighbours(LIMIT)
@@ -514,15 +514,15 @@ def test_a_rank_that_may_not_share_has_no_neighbours(ranks: World) -> None:
 
 def left_behind(rank: int) -> None:
     """Rank 1 is killed, with a message unread, and rank 0 waits for what it would send, after what it has sent."""
-    came = torch.empty(1)
+    received = torch.empty(1)
     send(torch.ones(1), 1 - rank)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    recv(came, 1).wait()
-    assert float(came) == 1
+    recv(received, 1).wait()
+    assert float(received) == 1
     with pytest.raises(RuntimeError, match="rank 1 has gone") as caught:
-        recv(came, 1).wait()
+        recv(received, 1).wait()
     assert is_lost(caught.value)
 
 

@@ -101,12 +101,12 @@ def test_one_collective_is_two_others_in_a_row(ranks: World, name: str, steps: t
 
 def test_nobody_leaves_a_barrier_before_all_have_come(ranks: World) -> None:
     states = show(ranks, 3, BARRIER)
-    came, went = (
+    arrivals, departures = (
         [number for numbers in side if numbers for number in numbers] for side in (states.inputs, states.results)
     )
-    assert min(came) == 0
-    assert len(went) == 3
-    assert min(went) >= max(came) - 1, "clocks of one machine"
+    assert min(arrivals) == 0
+    assert len(departures) == 3
+    assert min(departures) >= max(arrivals) - 1, "clocks of one machine"
 
 
 def test_everything_that_is_shown_can_follow_on_the_same_processes(ranks: World) -> None:

@@ -100,7 +100,7 @@ def with_holds(spec: Spec, mask: int) -> Spec:
     return spec._replace(form=spec.form.but(holds=Holds(mask, spec.holds.of)))
 
 
-alike = some_specs().flatmap(
+similar_specs = some_specs().flatmap(
     lambda first: st.lists(
         st.one_of(
             st.just(first),
@@ -113,7 +113,7 @@ alike = some_specs().flatmap(
 )
 
 
-@given(st.sampled_from([REDUCE, GATHER]), alike)
+@given(st.sampled_from([REDUCE, GATHER]), similar_specs)
 def test_a_collective_says_what_the_rule_for_its_members_says(kind: OpKind, members: list[Spec]) -> None:
     names = [f"rank {rank}" for rank in range(len(members))]
     rule = collectives.gather if kind is GATHER else collectives.reduce
@@ -128,7 +128,7 @@ def outcome(call: Callable[[], list[Spec]]) -> list[Spec] | str:
         return str(refusal)
 
 
-@given(alike)
+@given(similar_specs)
 def test_a_sum_counts_every_contribution_once(members: list[Spec]) -> None:
     try:
         total = meet(REDUCE, *members)[0]
@@ -138,7 +138,7 @@ def test_a_sum_counts_every_contribution_once(members: list[Spec]) -> None:
     assert all(member.holds.equals(total.holds) for member in members)
 
 
-@given(alike)
+@given(similar_specs)
 def test_a_gathered_value_holds_every_piece_once(members: list[Spec]) -> None:
     try:
         total = meet(GATHER, *members)[0]

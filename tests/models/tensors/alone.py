@@ -85,8 +85,8 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (scores(tied=False), "vocab width"),
     (scores(tied=True), "vocab width"),
     *(
-        (Activate(tokens=T, activation=each, hidden=HIDDEN), "ffn")
-        for each in ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu")
+        (Activate(tokens=T, activation=name, hidden=HIDDEN), "ffn")
+        for name in ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu")
     ),
     (Add(tokens=T, hidden_size=C, bias="bias", drops=False, site=SITE), "width"),
     (Add(tokens=T, hidden_size=C, bias="", drops=True, site=SITE), ""),

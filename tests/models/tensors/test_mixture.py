@@ -125,9 +125,9 @@ def test_slots_are_given_in_turn_until_an_experts_capacity_is_used_up(
     ):
         in_turn = list(zip(slot_part.flatten(0, 1).t().flatten(), choice_part.flatten(0, 1).t().flatten(), strict=True))
         for expert in range(4):
-            got = [int(slot) for slot, e in in_turn if e == expert]
+            places = [int(slot) for slot, e in in_turn if e == expert]
             first = (m * 4 + expert) * capacity
-            assert got == [*range(first, first + min(len(got), capacity)), *[-1] * (len(got) - capacity)]
+            assert places == [*range(first, first + min(len(places), capacity)), *[-1] * (len(places) - capacity)]
     x = torch.randn(microbatches * 2, 6, 8)
     buffers = dispatch(router, x, slots, Share(microbatches=microbatches))
     assert buffers.shape == (microbatches * 4, capacity, 8)
