@@ -23,7 +23,7 @@ CODE_LINES = {
     "draw": 1760,
     "execute": 3775,
     "frameworks": 3375,
-    "language": 4690,
+    "language": 4695,
     "learn": 5785,
     "measure": 2150,
     "models": 4625,

@@ -211,7 +211,8 @@ class Program:
 
     @cached_property
     def _fingerprint(self) -> str:
-        text = repr((self.mesh, self.microbatches, self.sizes, self.tapes))
+        tapes = [[tuple(op) for op in tape] for tape in self.tapes]  # an op's repr leaves fields out
+        text = repr((self.mesh, self.microbatches, self.sizes, tapes))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
