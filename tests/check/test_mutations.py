@@ -24,6 +24,7 @@ from tests.check import casting_programs, offloading_programs, slicing_programs
 from tests.check.programs import PLACE, built_in
 from tests.check.scaling_programs import sum_of_tokens
 from tests.check.term_programs import terms_exchanged
+from tests.support import long_run
 from tests.support.interpreter import judge
 from tests.support.interpreter_collectives import combined
 from tests.support.mutations import MUTATIONS, changed, places
@@ -598,3 +599,11 @@ def test_gradients_of_keys_and_values_are_dealt_to_whom_the_pieces_belonged() ->
         assert all((part.data == 2 * piece.data[list(part.positions)] % PRIME).all() for part in parts)
     plain = Piece(whole.positions, whole.data)
     assert [part.positions for part in combined(OpKind.REDUCE_SCATTER, [plain, plain], 4)] == [(0, 1), (2, 3)]
+
+
+def test_a_short_long_run_reports_no_survivor_and_no_false_alarm(capsys: pytest.CaptureFixture[str]) -> None:
+    long_run.mutants(20, Random(0))
+    long_run.programs(2 * len(long_run.WRITERS), Random(0))
+    report = capsys.readouterr().out
+    assert " mutants, 0 that are not right passed\n" in report
+    assert report.endswith(f"{2 * len(long_run.WRITERS)} valid programs, 0 false alarms\n")

@@ -16,6 +16,7 @@ from random import Random
 
 from shardlab.check import check
 from shardlab.language import Program
+from shardlab.language.pass_names import OffloadTargets
 from shardlab.simulate.passes import PASSES
 from shardlab.simulate.passes.reorder import CannotApply
 from tests.support.interpreter import Outcome, judge
@@ -32,6 +33,9 @@ WRITERS: list[Callable[[int], Program]] = [
     random_experts,
 ]
 """Generators of valid programs from a seed."""
+
+OFFLOADS = [OffloadTargets(optimizer="host"), OffloadTargets(activations="host", parameters="disk")]
+"""Settings of the pass `offload`."""
 
 LONGEST = 600
 """Maximum number of ops of a program that is mutated."""
@@ -96,14 +100,14 @@ def programs(program_count: int, random: Random) -> None:
 
 
 def wrongly_passed(program: Program, random: Random) -> str | None:
-    """Run passes over a program in random order and number; return the pass that makes it wrong (None: none)."""
-    for pass_ in random.choices(list(PASSES.values()), k=4):
-        number = random.choice([1, 2, 3, 8, 99])
+    """Run four passes over a program in their order, with random settings; return the one that makes it wrong."""
+    for name in sorted(random.sample(list(PASSES), k=4), key=list(PASSES).index):
+        setting = random.choice(OFFLOADS if name == "offload" else [1, 2, 3, 8, 99])
         with suppress(CannotApply):
-            program = replace(program, tapes=pass_.rewrite(check(program), number))
+            program = replace(program, tapes=PASSES[name].rewrite(check(program), setting))
         sentence, verdict = refusal(program), judge(program)
         if sentence or not verdict.right:
-            return f"{pass_.name}={number}: {sentence}; {verdict}"
+            return f"{name}={setting}: {sentence}; {verdict}"
     return None
 
 
