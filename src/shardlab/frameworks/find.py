@@ -244,10 +244,8 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
         path = folder / (module.replace(".", "/") + ".py")
         if config and module and path.is_file():
             read = read_python(_text_of(path), path.name, config)
-            settings, notes = (
-                [*(setting._replace(line=0) for setting in read.settings), *settings],
-                (*notes, *read.notes),
-            )
+            settings = [*(setting._replace(line=0) for setting in read.settings), *settings]
+            notes = (*notes, *read.notes)
         elif config:
             settings = [*torchtitan.registry_settings(module, config), *settings]
         return Config(key_table(torchtitan.NAME), file, tuple(settings), facts, notes)

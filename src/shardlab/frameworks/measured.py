@@ -164,11 +164,8 @@ def _agreement(
 def _of_units(measured: Measured, step: FrameworkRun, forecast: Forecast) -> Iterator[Hypothesis]:
     """Yield confusions of units: tokens/s of one device that were given as those of all devices, or the reverse."""
     world, speed = step.workload.mesh.world, step.workload.tokens / forecast.seconds
-    memory, total, per_device = (
-        counted_as(measured.kind, forecast.memory),
-        measured.tokens_per_second,
-        measured.tokens_per_device,
-    )
+    memory = counted_as(measured.kind, forecast.memory)
+    total, per_device = measured.tokens_per_second, measured.tokens_per_device
     if world > 1 and total and total / speed < 2 / world:
         text = f"the tokens/s are those of one device: {total * world:,.0f} on all {world}"
         yield Hypothesis(text, forecast.seconds * world, memory, 5.0, "give them as tokens/s/device=")

@@ -62,10 +62,8 @@ class Setting(NamedTuple):
 
 def change_text(settings: Sequence[Setting]) -> str:
     """Describe a change in one line: its new settings, the keys that it removes, and the lines of the file."""
-    added, removed = (
-        [setting.text for setting in settings if not setting.removed],
-        [setting.key for setting in settings if setting.removed],
-    )
+    added = [setting.text for setting in settings if not setting.removed]
+    removed = [setting.key for setting in settings if setting.removed]
     lines = sorted({setting.line for setting in settings if setting.line})
     joined = " ".join(added) if all(text.startswith("--") for text in added) else " and ".join(added)
     parts = [*([joined] if added else []), *([f"without {', '.join(removed)}"] if removed else [])]

@@ -294,10 +294,8 @@ class LayerPrices:
             _, hop_back = self.prices.message_times(Kind.GRAD_KEYS_VALUES, grad_keys_values, one, other)
             forward, backward = max(forward, (hops - 1) * hop), max(backward, hops * hop_back)
         if degree > 1:
-            forward_sizes, backward_sizes = (
-                (queries, keys_values, output),
-                (grad_output, grad_queries, grad_keys_values),
-            )
+            forward_sizes = queries, keys_values, output
+            backward_sizes = grad_output, grad_queries, grad_keys_values
             forward += sum(self._collective(OpKind.ALL_TO_ALL, bytes, head_group) for bytes in forward_sizes)
             backward += sum(self._collective(OpKind.ALL_TO_ALL, bytes, head_group) for bytes in backward_sizes)
         return forward, backward

@@ -138,10 +138,8 @@ def _bytes_at(points: dict[float, float], guess: Guess, share: float) -> float:
 
     The slope is that between the known points or, if only one is known, that of the guess.
     """
-    (first, bytes), slope = (
-        min(points.items(), key=lambda point: abs(point[0] - share)),
-        guess.full_bytes - guess.bytes,
-    )
+    first, bytes = min(points.items(), key=lambda point: abs(point[0] - share))
+    slope = guess.full_bytes - guess.bytes
     if len(points) > 1:
         smallest, largest = min(points), max(points)
         slope = (points[largest] - points[smallest]) / (largest - smallest)

@@ -199,10 +199,8 @@ def problem_of(
     problems: list[ScheduleProblem] = []
     refusal = None
     for replay in replays:
-        costs, limits = (
-            tuple(stage.costs for stage in replay.stages),
-            tuple(budget - other_bytes for other_bytes in replay.other_bytes),
-        )
+        costs = tuple(stage.costs for stage in replay.stages)
+        limits = tuple(budget - other_bytes for other_bytes in replay.other_bytes)
         try:
             problem = ScheduleProblem(plan.mesh.pp, microbatches, costs, replay.message, limits, placement, objective)
         except LimitTooLowError as error:

@@ -90,10 +90,8 @@ def _sharding(plan: Plan, name: str, can: CanRun) -> Iterator[str]:
     shard_axes, optimizer_axes = plan.shard_parameters or plan.shard_gradients, set(plan.shard_optimizer)
     with_gradients = can.state_over_replicas == "with gradients" and optimizer_axes == set(plan.shard_gradients)
     if shard_axes and can.state_over_replicas and optimizer_axes != set(shard_axes) and not with_gradients:
-        axes, or_more = (
-            " ".join(shard_axes),
-            "" if can.state_over_replicas == "never" else ", or --shard-gradients the same",
-        )
+        axes = " ".join(shard_axes)
+        or_more = "" if can.state_over_replicas == "never" else ", or --shard-gradients the same"
         yield (
             f"{name} cuts the optimizer's state over the axes of what it belongs to; give --shard-optimizer "
             f"{axes}{or_more}"
