@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
     "": 405,
-    "check": 2295,
+    "check": 2300,
     "cli": 8395,
     "common": 1070,
     "draw": 1760,

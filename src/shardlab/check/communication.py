@@ -151,9 +151,11 @@ class CommunicationCheck:
         arrived[state.index] = (member, spec, call)
         if len(arrived) == len(group.ranks):
             parts = queue.pop_complete()
-            specs = collective_calls.collective_results(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
-            for (other, gave, _), received in zip(parts, specs, strict=True):
-                if gave is None and received is not None:
+            specs = collective_calls.collective_results(
+                call, [member_spec for _, member_spec, _ in parts], group.ranks, state.rules
+            )
+            for (other, member_spec, _), received in zip(parts, specs, strict=True):
+                if member_spec is None and received is not None:
                     self._want_expected(other, call, received)
             self._meet(Communication(COLLECTIVE, group, [part[0] for part in parts]), specs)
 

@@ -72,11 +72,11 @@ def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
     matrices: list[WholeMatrix] = []
     for offset, parameter in zip(layout.offsets, wholes, strict=True):
         if parameter.hidden_matrix:
-            together: dict[tuple[int, ...], list[int]] = {}  # slices that have pieces of the same matrices
+            begins_by_slices: dict[tuple[int, ...], list[int]] = {}  # slices that have pieces of the same matrices
             for slice, numbers in enumerate(slices):
                 others = tuple(number for index, number in numbers.items() if index not in parameter.indices[-2:])
-                together.setdefault(others, []).append(slice * (length // layout.slices) + offset)
-            for begins in together.values():
+                begins_by_slices.setdefault(others, []).append(slice * (length // layout.slices) + offset)
+            for begins in begins_by_slices.values():
                 matrices += _matrices(parameter, run.pieces, begins)
     return matrices
 

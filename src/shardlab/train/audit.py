@@ -76,12 +76,12 @@ class Audit:
         self._results = results_of(checked)
         self._signs: dict[int, Tensor] = {}  # random signs, by length of the result
         self._recorded: list[tuple[float, float]] = []
-        mine: dict[int, list[OpResult]] = defaultdict(list)
+        results_by_op: dict[int, list[OpResult]] = defaultdict(list)
         for result in self._results[executor.state.rank]:
-            mine[result.op].append(result)
+            results_by_op[result.op].append(result)
         plain = enumerate(zip(executor.state.tape, executor.instructions, strict=True))
         self._instructions = [
-            self._recording(run, mine[index]) if op.kind in COMPARED else run for index, (op, run) in plain
+            self._recording(run, results_by_op[index]) if op.kind in COMPARED else run for index, (op, run) in plain
         ]
 
     def find_fault(self) -> str:

@@ -413,8 +413,8 @@ def time_kernels(product: Product, turns: range, budget: float) -> list[tuple[fl
     until = time.perf_counter() + budget
     while len(times) < turns.start or (len(times) < turns.stop - 1 and time.perf_counter() < until):
         first = len(times) % 2 == 0
-        took = {onednn: seconds(onednn) for onednn in (first, not first)}
-        times.append((took[True], took[False]))
+        kernel_times = {onednn: seconds(onednn) for onednn in (first, not first)}
+        times.append((kernel_times[True], kernel_times[False]))
     return times
 
 

@@ -62,12 +62,12 @@ def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, par
             max(bytes_of(specs[number]) for number in (*tape[index].inputs, *tape[index].outputs)) for index in indices
         ]
         bucket_bytes, free_bytes = sum(sizes) / parts, 0.0
-        together: list[int] = []
+        bucket_members: list[int] = []
         for index, size in zip(indices, sizes, strict=True):
-            if not together or size > free_bytes:
-                buckets.append(together := [])
+            if not bucket_members or size > free_bytes:
+                buckets.append(bucket_members := [])
                 free_bytes = bucket_bytes
-            together.append(index)
+            bucket_members.append(index)
             free_bytes -= size
     return [bucket for bucket in buckets if len(bucket) > 1]
 
@@ -75,9 +75,9 @@ def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, par
 def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
     """Start gathers with the first of their bucket and reductions with the last, and await each before its use."""
     tape = order.needs.tape
-    for together in groups[order.rank]:
-        first, last = together[0], together[-1]
-        for index in together:
+    for bucket in groups[order.rank]:
+        first, last = bucket[0], bucket[-1]
+        for index in bucket:
             if tape[index].kind is OpKind.ALL_GATHER and not _needs_earlier_bucket(order, index, first):
                 order.start_before(index, first)
             elif index != last:
@@ -91,9 +91,9 @@ def _needs_earlier_bucket(order: Ordering, index: int, first: int) -> bool:
     return any(other > first and other not in channel for other in order.needs.predecessors[index])
 
 
-def _issued_together(tape: list[Op], together: Sequence[Sequence[int]]) -> list[Op]:
+def _issued_together(tape: list[Op], buckets: Sequence[Sequence[int]]) -> list[Op]:
     """Return the tape with adjacent collectives of a bucket as one batch."""
-    bucket_of = {handle: number for number, handles in enumerate(together) for handle in handles}
+    bucket_of = {handle: number for number, handles in enumerate(buckets) for handle in handles}
     batch = max((op.batch for op in tape), default=-1)
     new_tape: list[Op] = []
     last = -1

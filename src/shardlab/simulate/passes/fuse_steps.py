@@ -45,10 +45,10 @@ def fuse_steps(checked: Checked, count: int) -> Tapes:
 def _common_gathers(checked: Checked, count: int) -> set[tuple[int, int]]:
     """Return the gathers that can run in the previous step on all their members, as (rank, index)."""
     able = {(rank, index) for rank in range(checked.program.ranks) for index in _first(checked, rank, count)}
-    together = [
+    members_of_each = [
         {(member.rank, member.op) for member in communication.participants} for communication in checked.communications
     ]
-    return {place for meeting in together if meeting <= able for place in meeting}
+    return {place for meeting in members_of_each if meeting <= able for place in meeting}
 
 
 def _first(checked: Checked, rank: int, count: int) -> list[int]:
@@ -63,8 +63,8 @@ def _first(checked: Checked, rank: int, count: int) -> list[int]:
             if (form.layer, form.holds) not in weights.place_of and not form.dtype:
                 first_gathers.setdefault((form.layer, form.holds), index)
     batches = batches_of(tape)
-    together = dict.fromkeys(tuple(batches.get(tape[index].batch, [index])) for index in first_gathers.values())
-    return [index for batch in [*together][:count] if {*batch} <= {*first_gathers.values()} for index in batch]
+    batches_in_order = dict.fromkeys(tuple(batches.get(tape[index].batch, [index])) for index in first_gathers.values())
+    return [index for batch in [*batches_in_order][:count] if {*batch} <= {*first_gathers.values()} for index in batch]
 
 
 def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], gathers: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:

@@ -49,10 +49,10 @@ class Ordering:
         """Start an op before another, or right after the last op on which it depends, if that is later."""
         self._raise(index, self._places[max(0, other)] - 0.5)
 
-    def start_at_once(self, *together: int) -> None:
+    def start_at_once(self, *indices: int) -> None:
         """Start ops together, right after the last op on which any of them depends."""
-        place = max(map(self._ready, together))
-        for index in together:
+        place = max(map(self._ready, indices))
+        for index in indices:
             self._raise(index, place)
 
     def end_before(self, index: int, other: int) -> None:
@@ -131,8 +131,8 @@ def _places(tape: Sequence[Op]) -> list[float]:
     """Return the position of each op. Ops of a batch share the position of the first, so that they stay adjacent."""
     places: list[float] = []
     for index, op in enumerate(tape):
-        together = op.batch >= 0 and index > 0 and tape[index - 1].batch == op.batch
-        places.append(places[-1] if together else float(index))
+        in_batch = op.batch >= 0 and index > 0 and tape[index - 1].batch == op.batch
+        places.append(places[-1] if in_batch else float(index))
     return places
 
 
@@ -174,10 +174,10 @@ def defer(checked: Checked, ahead: int) -> Tapes:
 def _wish_defer(checked: Checked, ahead: int, order: Ordering) -> None:
     needs = order.needs
     started = _reductions(needs.tape, checked.specs[order.rank])
-    buckets = [list(together) for _, together in groupby(started, order.place)]
-    for number, together in enumerate(buckets):
+    buckets = [list(bucket) for _, bucket in groupby(started, order.place)]
+    for number, bucket in enumerate(buckets):
         later = buckets[number + ahead][0] if number + ahead < len(buckets) else len(needs.tape)
-        for awaited in map(needs.end_of, together):
+        for awaited in map(needs.end_of, bucket):
             for late in (awaited, *_updates(order, awaited)):
                 order.end_before(late, later)
 

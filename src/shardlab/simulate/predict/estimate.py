@@ -176,5 +176,5 @@ def peak_of(traced: Traced, row: int, memory: RankMemory, rank: int) -> Peak:
     if not tape:
         return Peak(rank, memory.peak, by_category, None, -1, 0)
     op = tape[memory.peak_op]
-    about = [specs[number].microbatches for number in (*op.inputs[:1], *op.outputs[:1])]
-    return Peak(rank, memory.peak, by_category, op.kind, op.layer, about[0] if about else 0)
+    microbatches = [specs[number].microbatches for number in (*op.inputs[:1], *op.outputs[:1])]
+    return Peak(rank, memory.peak, by_category, op.kind, op.layer, microbatches[0] if microbatches else 0)

@@ -169,12 +169,12 @@ class FoldedCollectives(OpenCollectives):
         """Return the result of a collective for its first member, cached for identical layers."""
         form, cells, joined = spec
         layer = form.layer
-        apart = _apart(self._rotation.mesh, group)
-        key = (kind, group.axis, apart, self._layer_class[layer], with_layer(form, 0), cells, joined)
+        distances = _apart(self._rotation.mesh, group)
+        key = (kind, group.axis, distances, self._layer_class[layer], with_layer(form, 0), cells, joined)
         result = self._results.get(key)
         if result is None:
             if spec.kind in ROW_KINDS:
-                rotated = [self._rotation.rotated(spec, group.axis, by) for by in apart]
+                rotated = [self._rotation.rotated(spec, group.axis, by) for by in distances]
                 result = collective_results(Call(kind), rotated, group.ranks, self._rules)[0]
                 assert result is not None, "all members receive"
             else:
@@ -387,8 +387,8 @@ class Rotation:
             for slice in range(self.space.sequence):
                 slices[self._slice(slice, axis, by, neighbours) - slice] |= 1 << slice
             distances = [
-                (distance, repeat_pattern(some, self.space.sequence, self.space.cells))
-                for distance, some in slices.items()
+                (distance, repeat_pattern(slice_mask, self.space.sequence, self.space.cells))
+                for distance, slice_mask in slices.items()
             ]
             self._distances_of[key] = distances
         return distances

@@ -202,12 +202,12 @@ def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | No
     if memory.fits:
         return memory
     largest_category = max(peak.by_category, key=lambda category: peak.by_category[category])
-    beyond = f" ({bytes_text(memory.needed - peak.bytes, 1)} of it not tensors)" if memory.needed > peak.bytes else ""
+    extra = f" ({bytes_text(memory.needed - peak.bytes, 1)} of it not tensors)" if memory.needed > peak.bytes else ""
     needed, capacity = (bytes_text(bytes, 1) for bytes in (memory.needed, memory.capacity))
     if needed == capacity:
         needed, capacity = (bytes_text(bytes, 3) for bytes in (memory.needed, memory.capacity))
     raise UserError(
-        f"rank {peak.rank} would need {needed}{beyond} but has {capacity}: "
+        f"rank {peak.rank} would need {needed}{extra} but has {capacity}: "
         f"{bytes_text(memory.needed - memory.capacity, 1)} too much ({peak.cause}); most of it is {largest_category}, "
         f"{bytes_text(peak.by_category[largest_category], 1)}; {advice(workload, memory, whole)}"
     )

@@ -184,11 +184,11 @@ class ClusterPrices(Prices):
         """Return the seconds to orthogonalize every matrix of which the rank's slices have a part."""
         dtype = "bfloat16" if "bfloat16" in self.cluster.device.flops else self.precision.compute
         length = self.model.layout(layer).padded(holds.of)
-        mine = [(piece * length // holds.of, (piece + 1) * length // holds.of) for piece in bits(holds.mask)]
+        ranges = [(piece * length // holds.of, (piece + 1) * length // holds.of) for piece in bits(holds.mask)]
         return sum(
             self.cluster.device.seconds(kernel, dtype)
             for matrix in matrices_of(self.model.run(layer), length)
-            if any(start < begin + matrix.size and begin < stop for begin in matrix.starts for start, stop in mine)
+            if any(start < begin + matrix.size and begin < stop for begin in matrix.starts for start, stop in ranges)
             for kernel in matrix.kernels()
         )
 
@@ -295,8 +295,8 @@ def _ring(mesh: Mesh, source: int, target: int) -> tuple[tuple[int, int], ...]:
     ranks = mesh.group(source, "cp").ranks if max(source, target) < mesh.world else ()
     if source == target or target not in ranks:
         return ((source, target),)
-    apart = ranks.index(target) - ranks.index(source)
-    return tuple([(rank, ranks[(place + apart) % len(ranks)]) for place, rank in enumerate(ranks)])
+    offset = ranks.index(target) - ranks.index(source)
+    return tuple([(rank, ranks[(place + offset) % len(ranks)]) for place, rank in enumerate(ranks)])
 
 
 def backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:

@@ -166,8 +166,8 @@ def _events(checked: Checked, rank: int, spans: Spans, record: RankRecord | None
     events: list[Event] = []
     for index, op in enumerate(checked.program.tapes[rank]):
         if is_event(op.kind) and index in spans:
-            about = (*op.inputs, *op.outputs)[:1]
-            microbatches = checked.specs[rank][about[0]].microbatches if about else 0
+            first_value = (*op.inputs, *op.outputs)[:1]
+            microbatches = checked.specs[rank][first_value[0]].microbatches if first_value else 0
             memory = sum(live.get(index, {}).values())
             events.append(Event(rank, index, op.kind, op.layer, microbatches, *spans[index], memory))
     return events

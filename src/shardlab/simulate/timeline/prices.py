@@ -121,14 +121,14 @@ class PriceList:
             time = self._cache[key] = self._prices.compute_time(op, specs, self._sizes)
         return time
 
-    def collective(self, *together: Communication) -> float:
+    def collective(self, *batch: Communication) -> float:
         """Return the time of a collective, or of several that run as one.
 
         Each collective counts with the bytes of the whole value: the largest input or output of a member.
         """
         tapes, bytes = self._traced.program.tapes, 0
         op = None
-        for communication in together:
+        for communication in batch:
             largest = 0
             for rank, _, index in communication.participants:
                 op, specs = tapes[rank][index], self._traced.specs[rank]

@@ -214,8 +214,8 @@ class Clocks(EventLoop[int]):
         """
         communication = self._traced.communications[number]
         if communication.stream is not MESSAGE or self._messages == "rendezvous":
-            together = self._together.get(number, (number,))
-            return self.join(together[0], len(together) * len(communication.participants), row, now).times
+            batch = self._together.get(number, (number,))
+            return self.join(batch[0], len(batch) * len(communication.participants), row, now).times
         if kind is SEND:
             self.push(now, number)
         else:
@@ -230,28 +230,28 @@ class Clocks(EventLoop[int]):
 
     def start(self, communication: int, ready: float) -> None:
         self.pending.pop(communication, None)
-        about = self._traced.communications[communication]
-        if about.stream is COLLECTIVE:
+        joined = self._traced.communications[communication]
+        if joined.stream is COLLECTIVE:
             together = [
                 self._traced.communications[other] for other in self._together.get(communication, (communication,))
             ]
             members = [member for collective in together for member in collective.participants]
-            self._run(about, members, ready, self._price.collective(*together))
+            self._run(joined, members, ready, self._price.collective(*together))
             return
-        rank, _, index = about.participants[0]
+        rank, _, index = joined.participants[0]
         op, specs = self._traced.program.tapes[rank][index], self._traced.specs[rank]
-        if about.stream is COPY:
-            self._run(about, about.participants, ready, self._price.copy(op, specs))
+        if joined.stream is COPY:
+            self._run(joined, joined.participants, ready, self._price.copy(op, specs))
             return
         sending, receiving = self._price.message(op, rank, specs)
         if self._messages == "rendezvous":
-            self._run(about, about.participants, ready, sending)
+            self._run(joined, joined.participants, ready, sending)
         elif self._duplex and communication in self._arrives:
-            self._receive_transfer(about, self._arrives[communication])
+            self._receive_transfer(joined, self._arrives[communication])
         elif communication in self._arrives:
-            self._run(about, about.participants[1:], ready, receiving)
+            self._run(joined, joined.participants[1:], ready, receiving)
         else:
-            self._arrives[communication] = self._run(about, about.participants[:1], ready, sending)
+            self._arrives[communication] = self._run(joined, joined.participants[:1], ready, sending)
             self._receive(communication)
 
     def _receive(self, number: int) -> None:
@@ -301,8 +301,8 @@ class Clocks(EventLoop[int]):
             return [(sender, OUT), (receiver, IN)]
         if self._duplex and communication.stream is COLLECTIVE:
             return [(rank, stream) for rank, _, _ in members for stream in (OUT, IN)]
-        together = self._one_stream and communication.stream is not COPY
-        stream = None if together else queue_key(self._traced.program, communication)
+        shares_stream = self._one_stream and communication.stream is not COPY
+        stream = None if shares_stream else queue_key(self._traced.program, communication)
         return [(rank, stream) for rank, _, _ in members]
 
 
@@ -315,7 +315,7 @@ def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
             rank, _, index = members[0]
             if (batch := tapes[rank][index].batch) >= 0:
                 batches[rank, batch].append(number)
-    return {number: tuple(together) for together in batches.values() for number in together}
+    return {number: tuple(numbers) for numbers in batches.values() for number in numbers}
 
 
 Counter = list[tuple[float, dict[str, int]]]
