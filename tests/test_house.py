@@ -262,19 +262,41 @@ def _fields(tree: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
     return names
 
 
+def _entries(node: ast.AST, section: str) -> set[str]:
+    """Return the names that a section of a docstring explains, such as "Args"."""
+    text = (ast.get_docstring(node) or "") if isinstance(node, DOCUMENTED) else ""
+    if f"{section}:\n" not in text:
+        return set()
+    lines = re.split(r"^\w", text.split(f"{section}:\n")[1], flags=re.MULTILINE)[0]
+    entries = re.findall(r"^    (\w[\w, ]*):", lines, re.MULTILINE)
+    return {name.strip() for entry in entries for name in entry.split(",")}
+
+
+DOCUMENTED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
 def test_the_attributes_of_a_docstring_are_fields_of_its_class() -> None:
     classes = {
         node.name: node for path in files_of(SOURCE) for node in nodes_of(path) if isinstance(node, ast.ClassDef)
     }
     for path in files_of(SOURCE):
         for node in nodes_of(path):
-            text = (ast.get_docstring(node) or "") if isinstance(node, ast.ClassDef) else ""
-            if isinstance(node, ast.ClassDef) and "Attributes:\n" in text:
-                section = re.split(r"^\w", text.split("Attributes:\n")[1], flags=re.MULTILINE)[0]
-                entries = re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE)
-                said = {name.strip() for entry in entries for name in entry.split(",")}
-                extra = said - _fields(node, classes)
+            if isinstance(node, ast.ClassDef) and (names := _entries(node, "Attributes")):
+                extra = names - _fields(node, classes)
                 assert not extra, f"{module_name(path)}: {node.name} has no {', '.join(sorted(extra))}"
+
+
+def test_the_args_of_a_docstring_are_parameters() -> None:
+    for path in files_of(SOURCE):
+        for node in nodes_of(path):
+            function = node
+            if isinstance(node, ast.ClassDef):
+                function = next((part for part in node.body if getattr(part, "name", "") == "__init__"), None)
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                extra = _entries(node, "Args") - {
+                    part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)
+                }
+                assert not extra, f"{module_name(path)}:{function.lineno} has no {', '.join(sorted(extra))}"
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -100,16 +100,18 @@ def calls_match(one: Call, spec: Spec | None, other: Call, other_spec: Spec | No
     return spec[0].kind is other_spec[0].kind and spec[0].layer == other_spec[0].layer
 
 
-def disagreement(call: Call, spec: Spec | None, group: Group, rank: int, op: int, first_text: str) -> Refused:
+def disagreement(
+    call: Call, spec: Spec | None, group: Group, first_rank: int, first_op: int, first_text: str
+) -> Refused:
     """Return the refusal of a member's call that differs from the call of the first member to arrive.
 
     Args:
         call, spec: the refused call, and the value that its member passes to it (None: no value).
-        rank, op, first_text: the first member's number, the index of its op, and the text of its call.
+        first_rank, first_op, first_text: the first member's number, the index of its op, and the text of its call.
     """
     about = About(f"{call_text(call, spec)} on {group}", -1 if spec is None else spec.layer)
     fault = (
-        f"rank {rank} meets it with {first_text} (its op {op}); all members of a group must issue its "
+        f"rank {first_rank} meets it with {first_text} (its op {first_op}); all members of a group must issue its "
         "collectives in one order, of one kind and for one layer"
     )
     remedy = "issue the same collective there: look for an `if` or a loop that differs between these ranks"
@@ -217,10 +219,12 @@ def _scattered(spec: Spec, parts: int) -> list[Spec]:
     if spec.kind not in _DEALT:
         remedy = "scatter weights, optimizer states, activations and their gradients"
         raise Refused("wrong kind", op, f"{spec} was given", remedy)
-    microbatches, slices = list(bits(spec.microbatches)), spec.form.space.sequence
+    microbatches, slices_each = list(bits(spec.microbatches)), spec.form.space.sequence
     run_length, rest = divmod(len(microbatches), parts)
     if rest:
         fault = f"{spec} has {counted(len(microbatches), 'microbatch')}, no multiple of {parts}"
         raise Refused("does not divide", op, fault, "give each rank the same number of whole microbatches")
     runs = [mask_of(microbatches[place * run_length : (place + 1) * run_length]) for place in range(parts)]
-    return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]
+    return [
+        Spec(spec.form, mask_of(cell for cell in bits(spec.cells) if run >> cell // slices_each & 1)) for run in runs
+    ]

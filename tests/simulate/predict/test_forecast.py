@@ -104,10 +104,10 @@ def test_the_switches_that_matter_are_named_with_their_effect() -> None:
     seconds = forecast(step).seconds
     effects = {(effect.name, effect.value): effect for effect in switch_effects(step, seconds)}
     slower = forecast(replace(step, recipe=find_recipe("torchtitan", {"attention": "flash2"}))).seconds
-    assert effects["attention", "flash2"].time == pytest.approx(slower / seconds - 1)
+    assert effects["attention", "flash2"].change == pytest.approx(slower / seconds - 1)
     assert effects["attention", "flash2"].now == "cudnn"
     assert ("async_tp", "on") not in effects, "there is no tensor parallelism"
-    assert all(abs(effect.time) >= LEAST_EFFECT for effect in effects.values())
+    assert all(abs(effect.change) >= LEAST_EFFECT for effect in effects.values())
 
 
 def test_a_recipe_without_switches_has_no_effects() -> None:

@@ -59,20 +59,20 @@ def scores_gradient(router: Router, share: Share, gradient: Tensor, probabilitie
     if choices.shape[-1] > 1:  # gates = top / total
         total = top.sum(-1, keepdim=True)
         gradient = (gradient - (gradient * top).sum(-1, keepdim=True) / total) / total
-    of_probabilities = torch.zeros_like(probabilities).scatter_(-1, choices, gradient)
+    grad_probabilities = torch.zeros_like(probabilities).scatter_(-1, choices, gradient)
     auxiliary, local = router.auxiliary * share.gradient_scale / share.step_microbatches, local_experts(router, share)
-    parts = zip(of_probabilities.chunk(share.microbatches), choices.chunk(share.microbatches), strict=True)
+    parts = zip(grad_probabilities.chunk(share.microbatches), choices.chunk(share.microbatches), strict=True)
     for part, part_choices in parts:
         experts, tokens = part.shape[-1], part_choices[..., 0].numel()
         part[..., local] += auxiliary * experts / tokens * _shares(part_choices, part)[local]
-    mean = (of_probabilities * probabilities).sum(-1, keepdim=True)
-    return probabilities * (of_probabilities - mean)
+    mean = (grad_probabilities * probabilities).sum(-1, keepdim=True)
+    return probabilities * (grad_probabilities - mean)
 
 
 def local_experts(router: Router, share: Share) -> list[int]:
     """Return the numbers of the experts to which a rank sends tokens, or whose results it has."""
-    experts_per_rank = router.experts // share.experts.of
-    return [part * experts_per_rank + expert for part in bits(share.experts.mask) for expert in range(experts_per_rank)]
+    experts_per_part = router.experts // share.experts.of
+    return [part * experts_per_part + expert for part in bits(share.experts.mask) for expert in range(experts_per_part)]
 
 
 class _Choose(torch.autograd.Function):
@@ -134,9 +134,9 @@ def scatter_to_slots(values: Tensor, slots: Tensor, shape: tuple[int, ...]) -> T
     No two choices have the same slot.
     """
     count = slots.numel()
-    size, choices = shape[0] * shape[1], torch.arange(count, device=slots.device)
-    source = choices.new_full((size + 1,), -1)  # the last place is for choices without a slot
-    source[torch.where(slots < 0, size, slots).flatten().long()] = choices
+    slot_count, choice_numbers = shape[0] * shape[1], torch.arange(count, device=slots.device)
+    source = choice_numbers.new_full((slot_count + 1,), -1)  # the last place is for choices without a slot
+    source[torch.where(slots < 0, slot_count, slots).flatten().long()] = choice_numbers
     buffers = values[source[:-1].clamp_min(0) // (count // len(values))]
     return buffers.masked_fill_((source[:-1] < 0)[:, None], 0).view(*shape, -1)
 

@@ -76,16 +76,16 @@ class SwitchEffect:
         name: name of the switch.
         value: the other value.
         now: the value in the recipe.
-        time: relative change of the step time.
+        change: relative change of the step time.
     """
 
     name: str
     value: str
     now: str
-    time: float
+    change: float
 
     def __str__(self) -> str:
-        return f"{self.name} {self.value} instead of {self.now} {self.time:+.0%}"
+        return f"{self.name} {self.value} instead of {self.now} {self.change:+.0%}"
 
 
 LEAST_EFFECT = 0.01
@@ -107,10 +107,10 @@ def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
     for name, value, other in variants(recipe):
         if (other.kernels, other.overlap, other.memory) == (recipe.kernels, recipe.overlap, recipe.memory):
             continue
-        time = forecast(replace(workload, recipe=other)).seconds / seconds - 1
-        if abs(time) >= LEAST_EFFECT:
-            effects.append(SwitchEffect(name, value, recipe.switches[name].value, time))
-    return sorted(effects, key=lambda effect: -abs(effect.time))
+        change = forecast(replace(workload, recipe=other)).seconds / seconds - 1
+        if abs(change) >= LEAST_EFFECT:
+            effects.append(SwitchEffect(name, value, recipe.switches[name].value, change))
+    return sorted(effects, key=lambda effect: -abs(effect.change))
 
 
 def _replay_every_op(workload: Workload, microbatches: int, *, peaks: bool = True) -> Replayed:
@@ -144,8 +144,8 @@ class CompressedReplay:
 
     Args:
         workload: the workload.
-        each: number of microbatches of each data-parallel rank with which the plan is resolved. Calls may give other
-            numbers.
+        microbatches: number of microbatches of each data-parallel rank with which the plan is resolved. Calls may give
+            other numbers.
 
     Attributes:
         kinds: kinds of ranks, each with the steps that were computed for it.

@@ -70,14 +70,18 @@ class EvaluationText:
         For a whole document, these are the bytes of its text without those of its first token.
         """
         first, last, counts = self._documents
-        counted = np.clip(sequences - (np.cumsum(counts) - counts), 0, counts)
-        ends = np.minimum(first + counted * self.seq_len, last)
+        used_counts = np.clip(sequences - (np.cumsum(counts) - counts), 0, counts)
+        ends = np.minimum(first + used_counts * self.seq_len, last)
         total = 0
-        for number in np.flatnonzero(ends > first).tolist():
-            a, b = int(first[number]), int(ends[number])
-            whole = None if self.run.sizes is None else int(self.run.sizes[number])
-            size = whole if whole is not None and b == last[number] else self._count(a, b + 1)
-            total += max(0, size - self._count(a, a + 1))
+        for document in np.flatnonzero(ends > first).tolist():
+            start, end = int(first[document]), int(ends[document])
+            document_bytes = None if self.run.sizes is None else int(self.run.sizes[document])
+            size = (
+                document_bytes
+                if document_bytes is not None and end == last[document]
+                else self._count_bytes(start, end + 1)
+            )
+            total += max(0, size - self._count_bytes(start, start + 1))
         return total
 
     @cached_property
@@ -94,7 +98,7 @@ class EvaluationText:
         starts: Numbers = np.repeat(first, counts) + index * self.seq_len
         return starts, np.minimum(starts + self.seq_len, np.repeat(last, counts))
 
-    def _count(self, start: int, stop: int) -> int:
+    def _count_bytes(self, start: int, stop: int) -> int:
         return self.tokenizer.count_bytes(np.asarray(self.run.tokens[start:stop]))
 
 

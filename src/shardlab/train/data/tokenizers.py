@@ -280,7 +280,7 @@ class HuggingFace(Tokenizer):
     Args:
         content: content of a `tokenizer.json`.
         name: name of the tokenizer in error messages.
-        beside: contents of files beside it, by name; tokenizer_config.json names the tokens that begin and end a
+        companions: contents of files beside it, by name; tokenizer_config.json names the tokens that begin and end a
             document.
         end: token that ends a document (None: as the files say).
 

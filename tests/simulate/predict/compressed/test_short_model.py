@@ -33,7 +33,7 @@ def short(**words: object) -> ShortModel:
 
 
 def left_out(model: ShortModel) -> int:
-    return sum(gap.missing_blocks for gap in model.gaps)
+    return sum(gap.left_out for gap in model.gaps)
 
 
 @pytest.mark.parametrize("pp", [1, 4, 8])
@@ -42,7 +42,7 @@ def test_every_stage_of_a_short_model_keeps_a_few_blocks(pp: int) -> None:
     model = shorten(whole, 0)
     assert len(model.gaps) == pp
     assert len(model.sizes.blocks) - 1 == 80 - left_out(model)
-    assert max(gap.stop - gap.start for gap in model.gaps) <= 10 * whole.repeated.block_layers
+    assert max(gap.run_stop - gap.run_start for gap in model.gaps) <= 10 * whole.repeated.block_layers
     bounds = model.plan.bounds(model_layers(model.sizes).pipeline_units)
     assert len(bounds) == pp + 1
     assert [model.whole_layer[start] for start in model.starts[:-1]] == [stage.start for stage in model.stages]
@@ -64,9 +64,9 @@ def test_no_block_is_left_out_of_short_stages_or_without_extra_blocks() -> None:
 def test_blocks_that_are_recomputed_and_others_have_gaps_of_their_own() -> None:
     model = short(mesh={"dp_shard": 8, "tp": 8}, recompute=tuple(range(30)))
     recomputed_gap, kept_gap = model.gaps
-    assert recomputed_gap.stop <= kept_gap.start
+    assert recomputed_gap.run_stop <= kept_gap.run_start
     assert isinstance(model.plan.recompute, tuple)
-    assert len(model.plan.recompute) == 30 - recomputed_gap.missing_blocks
+    assert len(model.plan.recompute) == 30 - recomputed_gap.left_out
 
 
 GROUP = Group("dp_shard", (0, 1))

@@ -117,7 +117,7 @@ class StepRecorder(MemoryLedger):
             self._repeat(
                 *self._entered,
                 self._in_flight(position),
-                gap.missing_blocks,
+                gap.left_out,
                 -gap.block_layers if after_gap else gap.block_layers,
             )
             self._entered = None
@@ -131,7 +131,7 @@ class StepRecorder(MemoryLedger):
 
     def _in_flight(self, position: Position) -> InFlight:
         """Return the collectives in flight by group and kind of value, each with its state relative to a block."""
-        first = position.gap.at - (0 if position.after_gap else position.gap.block_layers)
+        first = position.gap.next_layer - (0 if position.after_gap else position.gap.block_layers)
         in_flight: InFlight = defaultdict(dict)
         for handle in self.outstanding:
             in_flight[handle.group, handle.result and handle.result.kind][handle] = handle.relative_to(first)
@@ -140,7 +140,7 @@ class StepRecorder(MemoryLedger):
     def _repeat(
         self, previous: InFlight, started: Counter[Group], in_flight: InFlight, times: int, distance: int
     ) -> None:
-        """Repeat the last segment, and count the collectives that its times start.
+        """Repeat the last segment, and count the collectives that its repetitions start.
 
         For each group and kind of value, the collectives in flight must meet one of three conditions: they are the same
         before and after the segment; they are in the same state relative to the block; or the segment only adds
@@ -194,7 +194,7 @@ class StepRecorder(MemoryLedger):
         if self._landed != repetition.handles:
             raise NotPeriodicError
         self._end_segment()
-        self._repeat_segment(repetition.times, repetition.distance, self.started - self._started)
+        self._repeat_segment(repetition.repetitions, repetition.distance, self.started - self._started)
         self._landing = None
 
     def _number_in_whole(self, layer: int) -> int:
@@ -206,9 +206,9 @@ class StepRecorder(MemoryLedger):
             return layer
         if self._position is not None:
             gap, after_gap = self._position
-            first = gap.at if after_gap else gap.at - gap.block_layers
+            first = gap.next_layer if after_gap else gap.next_layer - gap.block_layers
             near = abs(layer - first) < 2 * gap.block_layers
-            if near and gap.start <= layer < gap.stop:
+            if near and gap.run_start <= layer < gap.run_stop:
                 return layer + self.model.whole_layer[first] - first
         return self.model.whole_layer[layer]
 

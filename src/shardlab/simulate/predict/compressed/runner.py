@@ -172,7 +172,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         weights = self.plan.weights
         largest = max(w.elements for w in weights.values() if axis in (*w.reduce_every_microbatch, *w.reduce_once))
         sizes = [(weights[h.result.layer].elements, h.repetition) for h in reductions if h.result]
-        in_flight = sum(elements * (1 + repetition.times if repetition else 1) for elements, repetition in sizes)
+        in_flight = sum(elements * (1 + repetition.repetitions if repetition else 1) for elements, repetition in sizes)
         return in_flight + added * max(elements for elements, _ in sizes) + largest <= self.plan.reduction_buffer
 
     @cached_property
@@ -314,7 +314,8 @@ class CompressedRunner(PlanRunner[SizedValue]):
         stage_pass = self.stage_passes.get((name, stage))
         if stage_pass is None:
             joined_passes, layers = self.compressed.sample.joined_passes, self.plan.stages[stage]
-            gaps = [(gap.at - layers[0], gap.missing_blocks) for gap in self.compressed.model.gaps if gap.at in layers]
+            model_gaps = self.compressed.model.gaps
+            gaps = [(gap.next_layer - layers[0], gap.left_out) for gap in model_gaps if gap.next_layer in layers]
             key = (name, *map(self.passes.pass_key, layers), *gaps)
             stage_pass = joined_passes.get(key)
             if stage_pass is None:
@@ -340,9 +341,9 @@ class CompressedRunner(PlanRunner[SizedValue]):
                 continue
             block += of_layer
             gap = position.gap
-            if l == (gap.at - 1 if forward else gap.at):
+            if l == (gap.next_layer - 1 if forward else gap.next_layer):
                 joined, distance = join_passes(block), gap.block_layers if forward else -gap.block_layers
-                passes += [(joined, number * distance) for number in range(1, gap.missing_blocks + 1)]
+                passes += [(joined, number * distance) for number in range(1, gap.left_out + 1)]
                 block = []
         return passes
 

@@ -37,17 +37,17 @@ class Gap(NamedTuple):
     """Position in a stage of a short model at which blocks are left out.
 
     Attributes:
-        start, stop: range of the short model's layers that has the run of identical blocks around the gap.
+        run_start, run_stop: range of the short model's layers that has the run of identical blocks around the gap.
         block_layers: number of layers of a block.
-        at: first layer after the gap, in the short model.
-        missing_blocks: number of blocks that are left out.
+        next_layer: first layer after the gap, in the short model.
+        left_out: number of blocks that are left out.
     """
 
-    start: int
-    stop: int
+    run_start: int
+    run_stop: int
     block_layers: int
-    at: int
-    missing_blocks: int
+    next_layer: int
+    left_out: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ class ShortModel:
         return {
             layer: position
             for gap in self.gaps
-            for position, start in ((Position(gap, False), gap.at - gap.block_layers), (Position(gap, True), gap.at))
+            for position, start in (
+                (Position(gap, False), gap.next_layer - gap.block_layers),
+                (Position(gap, True), gap.next_layer),
+            )
             for layer in range(start, start + gap.block_layers)
         }
 
@@ -94,7 +97,9 @@ class ShortModel:
         sample_layer, starts, kinds = self.sample_layer, self.starts, list[Hashable]()
         for stage, following in zip(own_stages, [*own_stages[1:], -1], strict=True):
             layers = range(starts[stage], starts[stage + 1])
-            gaps = tuple([(gap.at - layers.start, gap.missing_blocks) for gap in self.gaps if gap.at in layers])
+            gaps = tuple(
+                [(gap.next_layer - layers.start, gap.left_out) for gap in self.gaps if gap.next_layer in layers]
+            )
             recomputed = tuple([layer in self.recomputed for layer in layers]) if self.recomputed else ()
             ends = layers.start == 0, layers.stop == starts[-1], following == stage + 1
             kinds.append((tuple(sample_layer[layers.start : layers.stop + 1]), gaps, recomputed, ends))
@@ -121,15 +126,15 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     gaps = (
         [] if extra is None or not repeated.missing_blocks else list(_gaps(plan, sizes, model, repeated, stages, extra))
     )
-    if 4 * sum(gap.missing_blocks * gap.block_layers for gap in gaps) < len(model.layers):  # saves little work
+    if 4 * sum(gap.left_out * gap.block_layers for gap in gaps) < len(model.layers):  # saves little work
         starts = [*(stage.start for stage in stages), len(model.layers)]
         whole_layer = range(len(model.layers) + 1)
         return ShortModel(
             plan, sizes, repeated.sample_layers, stages, starts, (), _recomputed(plan, model), whole_layer
         )
-    left_out = sum(gap.missing_blocks for gap in gaps)
+    left_out = sum(gap.left_out for gap in gaps)
     fewer = Repeated(repeated.sample, repeated.missing_blocks - left_out)
-    begins = {gap.at: gap.missing_blocks * gap.block_layers for gap in gaps}
+    begins = {gap.next_layer: gap.left_out * gap.block_layers for gap in gaps}
     shifts = accumulate(
         begins.get(layer, 0) for layer in range(len(model.layers) + 1 - left_out * repeated.block_layers)
     )
@@ -153,23 +158,18 @@ def _gaps(
     plan: Plan, sizes: Sizes, model: ModelLayers, repeated: Repeated, stages: Sequence[range], extra: int
 ) -> Iterator[Gap]:
     """Yield the gaps of a short model. Around each, as many blocks stay as a step needs to become periodic."""
-    missing_layers, block_layers = 0, repeated.block_layers
+    left_out_layers, block_layers = 0, repeated.block_layers
     in_flight = _blocks_in_flight(plan, sizes, model, block_layers, stages)
     for stage, blocks in _identical_blocks(plan, model, repeated, stages):
         # the stage may cut the first block, and the second one may be gathered during the previous stage
         blocks_before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
         blocks_after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
-        missing_blocks = len(blocks) // block_layers - blocks_before - blocks_after
-        if missing_blocks > 0:
-            start = blocks.start - missing_layers
-            missing_layers += missing_blocks * block_layers
-            yield Gap(
-                start,
-                blocks.stop - missing_layers,
-                block_layers,
-                start + blocks_before * block_layers,
-                missing_blocks,
-            )
+        left_out = len(blocks) // block_layers - blocks_before - blocks_after
+        if left_out > 0:
+            start = blocks.start - left_out_layers
+            left_out_layers += left_out * block_layers
+            next_layer = start + blocks_before * block_layers
+            yield Gap(start, blocks.stop - left_out_layers, block_layers, next_layer, left_out)
 
 
 def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
@@ -185,18 +185,19 @@ def _blocks_in_flight(
 
     The last entry is the maximum over stages.
     """
-    axes = max(1, sum(plan.mesh.sizes()[axis] > 1 for axis in CUT_AXES))  # a gradient is reduced over one at a time
-    last = int(plan.sequence_parallel)  # the gradients of norms are then reduced over tp
-    numbers: list[int] = []
+    # a gradient is reduced over one axis at a time
+    axis_count = max(1, sum(plan.mesh.sizes()[axis] > 1 for axis in CUT_AXES))
+    tp_reductions = int(plan.sequence_parallel)  # the gradients of norms are then reduced over tp
+    in_flight: list[int] = []
     for stage in stages:
         elements = Counter[int]()
         for layer in stage:
             elements[model.reduced_with(layer)] += sizes.weights[layer]
         middle = stage.start + (len(stage) - block_layers) // 2
         block = sum(sizes.weights[max(stage.start, middle) : middle + block_layers])
-        buffer = max(elements.values()) / block if block else 1.0
-        numbers.append(axes * math.ceil(buffer) + last + (buffer > 1))
-    return [*numbers, max(numbers)]
+        blocks_per_buffer = max(elements.values()) / block if block else 1.0
+        in_flight.append(axis_count * math.ceil(blocks_per_buffer) + tp_reductions + (blocks_per_buffer > 1))
+    return [*in_flight, max(in_flight)]
 
 
 def _identical_blocks(
@@ -248,13 +249,13 @@ class Repetition(NamedTuple):
     """Collectives of one group that a repeated segment leaves in flight. Each repetition leaves as many.
 
     Attributes:
-        times: number of repetitions for missing blocks.
+        repetitions: number of repetitions for missing blocks.
         distance: number of layers from one repetition to the next (negative in a backward pass).
         stride: number of collectives of the group that the segment starts.
         handles: number of these collectives that stay in flight.
     """
 
-    times: int
+    repetitions: int
     distance: int
     stride: int
     handles: int
