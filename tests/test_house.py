@@ -262,6 +262,9 @@ def _fields(tree: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
     return names
 
 
+DOCUMENTED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
 def _entries(node: ast.AST, section: str) -> set[str]:
     """Return the names that a section of a docstring explains, such as "Args"."""
     text = (ast.get_docstring(node) or "") if isinstance(node, DOCUMENTED) else ""
@@ -270,9 +273,6 @@ def _entries(node: ast.AST, section: str) -> set[str]:
     lines = re.split(r"^\w", text.split(f"{section}:\n")[1], flags=re.MULTILINE)[0]
     entries = re.findall(r"^    (\w[\w, ]*):", lines, re.MULTILINE)
     return {name.strip() for entry in entries for name in entry.split(",")}
-
-
-DOCUMENTED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_the_attributes_of_a_docstring_are_fields_of_its_class() -> None:

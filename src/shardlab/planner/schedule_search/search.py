@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
@@ -143,13 +142,14 @@ def search_schedule(
         consider(name, orders)
     first, *others = islice(policies(passes), GREEDY)
     consider("greedy", greedy_orders(passes, first))
-    interrupted = True
-    with suppress(KeyboardInterrupt):
+    interrupted = False
+    try:
         for policy in others:
             if time.monotonic() - began > seconds / 2:
                 break
             consider("greedy", greedy_orders(passes, policy))
-        interrupted = False
+    except KeyboardInterrupt:
+        interrupted = True
     candidates.sort(key=lambda candidate: (round(candidate[0] / problem.lower_bound, 9), max(candidate[3].peaks)))
     best = candidates[0]
     history = [(time.monotonic() - began, best[0])]
